@@ -1,0 +1,268 @@
+"""Batches of examples: what a loader yields, and the tensors inside.
+
+Inputs are a tensor, a tuple of tensors (`model(*inputs)`) or a mapping of tensors
+(`model(**inputs)`); in each the first dimension counts examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from deltabars.errors import DataError
+
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples: their inputs and, where they are known, their targets."""
+
+    inputs: Inputs
+    targets: Tensor | None
+
+    def __len__(self) -> int:
+        return leaves(self.inputs)[0].shape[0]
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """The same examples in batches of at most `size`."""
+        for start in range(0, len(self), size):
+            yield self.rows(slice(start, start + size))
+
+    def rows(self, index: slice) -> Batch:
+        """The examples that `index` selects."""
+        targets = None if self.targets is None else self.targets[index]
+        return Batch(map_leaves(lambda leaf: leaf[index], self.inputs), targets)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """The batch on `device`, its floating inputs in `dtype`."""
+
+        def move(leaf: Tensor) -> Tensor:
+            leaf = leaf.clone() if leaf.is_inference() else leaf
+            return leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
+
+        targets = None if self.targets is None else self.targets.detach().to(device)
+        return Batch(map_leaves(move, self.inputs), targets)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs a model was fitted with: leaf names, types, and shapes without the batch."""
+
+    names: tuple[str, ...] | None  # None: positional
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]  # None where the shape differs between batches
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Signature:
+        """The signature of one batch of inputs."""
+        names = tuple(inputs) if isinstance(inputs, dict) else None
+        parts = leaves(inputs)
+        return cls(
+            names,
+            tuple(str(leaf.dtype) for leaf in parts),
+            tuple(tuple(leaf.shape[1:]) for leaf in parts),
+        )
+
+    @property
+    def count(self) -> int:
+        """How many tensors one example's input has."""
+        return len(self.dtypes)
+
+    def merge(self, other: Signature) -> Signature:
+        """The signature of two batches together; shapes that differ are left open."""
+        if (self.names, self.dtypes) != (other.names, other.dtypes):
+            raise DataError(
+                f"Data: expected batches of one kind, got {self.describe()} and then "
+                f"{other.describe()}."
+            )
+        shapes = tuple(
+            a if a == b else None for a, b in zip(self.shapes, other.shapes, strict=True)
+        )
+        return Signature(self.names, self.dtypes, shapes)
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise DataError unless `inputs` are of the kind the model was fitted with."""
+        got = Signature.of(inputs)
+        shapes_fit = len(got.shapes) == len(self.shapes) and all(
+            a is None or a == b for a, b in zip(self.shapes, got.shapes, strict=True)
+        )
+        if (self.names, self.dtypes) == (got.names, got.dtypes) and shapes_fit:
+            return
+        raise DataError(
+            f"Inputs: expected {self.describe()}, as in the training data, got {got.describe()}."
+        )
+
+    def describe(self) -> str:
+        """One line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
+        names = self.names or ("",) * self.count
+        parts = []
+        for name, dtype, shape in zip(names, self.dtypes, self.shapes, strict=True):
+            sizes = "…" if shape is None else ", ".join(map(str, shape))
+            parts.append(f"{name + ' ' if name else ''}{dtype} (B{', ' if sizes else ''}{sizes})")
+        return " and ".join(parts)
+
+
+def leaves(inputs: Inputs) -> list[Tensor]:
+    """The tensors of one batch's inputs."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+
+
+def map_leaves(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Apply `function` to each tensor of one batch's inputs."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if isinstance(inputs, dict):
+        return {name: function(leaf) for name, leaf in inputs.items()}
+    return tuple(function(leaf) for leaf in inputs)
+
+
+def labelled(raw: Any) -> Batch:
+    """A training batch: `(inputs, targets)`, `(input, input, …, targets)`, or a mapping with
+    `labels`.
+    """
+    if isinstance(raw, Mapping):
+        if LABELS not in raw:
+            raise DataError(
+                f"Data: expected mapping batches with an entry {LABELS!r}, got {sorted(raw)}."
+            )
+        inputs: Any = {name: value for name, value in raw.items() if name != LABELS}
+        targets = raw[LABELS]
+    elif isinstance(raw, tuple | list) and len(raw) >= 2:
+        inputs, targets = (raw[0] if len(raw) == 2 else tuple(raw[:-1])), raw[-1]
+    else:
+        raise DataError(
+            "Data: expected batches (inputs, targets) or mappings with 'labels', got "
+            f"{type(raw).__name__}."
+        )
+    batch = Batch(_as_inputs(inputs), _as_tensor(targets, "targets"))
+    count = len(batch)
+    if batch.targets is None or batch.targets.ndim == 0 or batch.targets.shape[0] != count:
+        shape = None if batch.targets is None else tuple(batch.targets.shape)
+        raise DataError(
+            f"Data: expected one target for each of {count} inputs, got targets of shape {shape}."
+        )
+    return batch
+
+
+def unlabelled(raw: Any, signature: Signature) -> Batch:
+    """A batch to predict: inputs alone, or a training batch, whose targets are left out."""
+    if isinstance(raw, Mapping):
+        raw = {name: value for name, value in raw.items() if name != LABELS}
+    elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
+        raw = tuple(raw[:-1])
+    if isinstance(raw, tuple | list) and len(raw) == 1:
+        raw = raw[0]
+    return Batch(_as_inputs(raw), None)
+
+
+def iterate(data: Any, batch_size: int) -> Iterable[Any]:
+    """The raw batches of one pass over `data`; call it again for another pass.
+
+    Args:
+        data: a DataLoader or another re-iterable of batches, a Dataset, tensors, a tuple of
+            tensors, or a mapping of tensors.
+        batch_size: for data that does not come in batches.
+    """
+    if isinstance(data, DataLoader):
+        return data
+    if isinstance(data, Tensor | Mapping) or _is_tensors(data):
+        return _slices(data, batch_size)
+    if isinstance(data, Iterator):
+        raise DataError(
+            "Data: expected data that can be read more than once, got a one-pass iterator "
+            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list):
+        return DataLoader(data, batch_size=batch_size)
+    if isinstance(data, torch.utils.data.IterableDataset):
+        return DataLoader(data, batch_size=batch_size)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        return data
+    raise DataError(
+        "Data: expected a DataLoader, a Dataset, or a pair of tensors (inputs, targets), got "
+        f"{type(data).__name__}."
+    )
+
+
+def is_fixed(data: Any) -> bool:
+    """Whether data are tensors in memory, the same on every pass by construction."""
+    return isinstance(data, Tensor | Mapping) or _is_tensors(data)
+
+
+def _is_tensors(data: object) -> bool:
+    return (
+        isinstance(data, tuple | list)
+        and bool(data)
+        and all(isinstance(part, Tensor | Mapping) for part in data)
+        and isinstance(data[-1], Tensor)
+    )
+
+
+def _slices(data: Any, batch_size: int) -> Iterator[Any]:
+    parts = _flat(data)
+    count = parts[0].shape[0] if parts and parts[0].ndim else 0
+    for part in parts:
+        if part.ndim == 0 or part.shape[0] != count:
+            raise DataError(
+                "Data: expected tensors with one first dimension, got shapes "
+                f"{[tuple(part.shape) for part in parts]}."
+            )
+    for start in range(0, count, batch_size):
+        yield _cut(data, slice(start, start + batch_size))
+
+
+def _flat(data: Any) -> list[Tensor]:
+    if isinstance(data, Tensor):
+        return [data]
+    values = data.values() if isinstance(data, Mapping) else data
+    return [tensor for value in values for tensor in _flat(_as_tensor_tree(value))]
+
+
+def _cut(data: Any, index: slice) -> Any:
+    if isinstance(data, Tensor):
+        return data[index]
+    if isinstance(data, Mapping):
+        return {name: _cut(value, index) for name, value in data.items()}
+    return tuple(_cut(value, index) for value in data)
+
+
+def _as_tensor_tree(value: Any) -> Any:
+    return value if isinstance(value, Mapping | tuple | list) else _as_tensor(value, "data")
+
+
+def _as_inputs(raw: Any) -> Inputs:
+    if isinstance(raw, Mapping):
+        if not raw:
+            raise DataError("Inputs: expected at least one tensor, got an empty mapping.")
+        inputs: Inputs = {str(name): _as_tensor(value, str(name)) for name, value in raw.items()}
+    elif isinstance(raw, tuple | list):
+        if not raw:
+            raise DataError("Inputs: expected at least one tensor, got none.")
+        inputs = tuple(_as_tensor(value, "inputs") for value in raw)
+    else:
+        inputs = _as_tensor(raw, "inputs")
+    counts = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(inputs)}
+    if None in counts or len(counts) > 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
+        raise DataError(
+            f"Inputs: expected tensors whose first dimension counts examples, got shapes {shapes}."
+        )
+    return inputs
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"Data: expected tensors, got {type(value).__name__} for {what}. "
+            "Convert arrays with torch.from_numpy."
+        )
+    return value

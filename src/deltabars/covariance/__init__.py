@@ -1,0 +1,24 @@
+"""Covariance matrices of trained parameters, from eigenpairs and λ, and what they bound."""
+
+from deltabars.covariance.estimators import (
+    ESTIMATORS,
+    Covariance,
+    InverseCovariance,
+    SandwichCovariance,
+    build_covariance,
+)
+from deltabars.covariance.low_rank import LowRankPlusIdentity
+from deltabars.covariance.spread import Spread
+from deltabars.covariance.tail import Tail, warn_about_spectrum
+
+__all__ = [
+    "ESTIMATORS",
+    "Covariance",
+    "InverseCovariance",
+    "LowRankPlusIdentity",
+    "SandwichCovariance",
+    "Spread",
+    "Tail",
+    "build_covariance",
+    "warn_about_spectrum",
+]

@@ -1,0 +1,74 @@
+"""Standard deviations of a batch of predictions, and intervals around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BOUNDS = ("rigorous", "paper")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value, an interval for the exact one, and how far from the value it reaches."""
+
+    value: Tensor
+    low: Tensor
+    high: Tensor
+    error: Tensor
+
+    @classmethod
+    def rigorous(cls, value: Tensor, low: Tensor, high: Tensor) -> Interval:
+        """The error is the larger of the two distances, so that value ± error holds [low, high]."""
+        return cls(value, low, high, torch.maximum(high - value, value - low))
+
+    @classmethod
+    def published(cls, variance: Tensor, delta: Tensor) -> Interval:
+        """The paper's error of a standard deviation: ½(√(variance + δ) − √(variance − δ)).
+
+        Its sandwich δ is not a bound and can exceed the variance; the square root of what would
+        be negative is then taken as zero.
+        """
+        value = variance.sqrt()
+        upper, lower = (
+            (variance + delta).clamp(min=0).sqrt(),
+            (variance - delta).clamp(min=0).sqrt(),
+        )
+        error = 0.5 * (upper - lower)
+        return cls(value, value - error, value + error, error)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What a covariance says of a batch of predictions, all in float64.
+
+    Attributes:
+        variance: diag(F Σ Fᵀ), (B, C).
+        low, high: an interval for the exact standard deviation, (B, C).
+        score_low, score_high: an interval for √(Σ exact variances), (B,).
+        paper_delta: the paper's bound on the error of the variance, (B, C).
+        covariance: F Σ Fᵀ, (B, C, C), where it was asked for.
+    """
+
+    variance: Tensor
+    low: Tensor
+    high: Tensor
+    score_low: Tensor
+    score_high: Tensor
+    paper_delta: Tensor
+    covariance: Tensor | None
+
+    def std(self, bound: str) -> Interval:
+        """The standard deviation of each class, with the named bound."""
+        if bound == "paper":
+            return Interval.published(self.variance, self.paper_delta)
+        return Interval.rigorous(self.variance.sqrt(), self.low, self.high)
+
+    def score(self, bound: str) -> Interval:
+        """√(Σ variances), one number an input, with the named bound."""
+        total = self.variance.sum(-1)
+        if bound == "paper":
+            return Interval.published(total, self.paper_delta.sum(-1))
+        return Interval.rigorous(total.sqrt(), self.score_low, self.score_high)

@@ -1,0 +1,111 @@
+"""The eigenvalues that were not computed: where they lie, and what stands in for them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError, SpectrumWarning
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The P − K eigenvalues outside Q, which lie between λ (`l2`) and the last one, λ_K.
+
+    That is a theorem for G and GGN. For a Hessian it is an assumption: eigenvalues below λ,
+    negative ones too, are replaced on purpose. Where the least eigenvalue is known to be below λ
+    and still positive, `floor` tells it, for bounds on what the exact matrix gives.
+
+    Attributes:
+        rank: how many computed pairs are used (K).
+        l2: λ.
+        last: λ_K.
+        is_empty: whether K = P, so that nothing is left out.
+        floor: the least that the eigenvalues of the tail are taken to be.
+    """
+
+    rank: int
+    l2: float
+    last: float
+    is_empty: bool
+    floor: float
+
+    @classmethod
+    def after(
+        cls, values: Tensor, rank: int, l2: float, size: int, least: float | None = None
+    ) -> Tail:
+        """The tail behind the first `rank` of the descending `values`.
+
+        Values that are not positive have no place in a covariance; they are left to the tail.
+
+        Args:
+            least: the least eigenvalue of the matrix, where it is known. It lowers the floor if
+                it is between 0 and λ; one that is not positive is replaced, like all below λ.
+        """
+        rank = min(rank, int((values > 0).sum()))
+        if rank == 0:
+            raise BadValueError(
+                "Spectrum: expected at least one positive eigenvalue, got none. The weights are "
+                "not near a minimum of the cost; train longer or use estimator='opg' or 'ggn'."
+            )
+        last = float(values[rank - 1])
+        floor = min(l2, last)
+        if least is not None and 0 < least < floor:
+            floor = least
+        return cls(rank, l2, last, rank == size, floor)
+
+    @property
+    def ceiling(self) -> float:
+        """The most that an eigenvalue of the tail can be."""
+        return max(self.l2, self.last)
+
+    @property
+    def harmonic_mean(self) -> float:
+        """λ̃ = 2/(1/λ + 1/λ_K): what stands in for the tail."""
+        return 2.0 / (1.0 / self.l2 + 1.0 / self.last)
+
+    @property
+    def inverse_error(self) -> float:
+        """ε = ½·|1/λ − 1/λ_K|: how far 1/λ̃ is from either of 1/λ and 1/λ_K."""
+        return 0.5 * abs(1.0 / self.l2 - 1.0 / self.last)
+
+    @property
+    def inverse_reach(self) -> float:
+        """How far 1/λ̃ can be from the reciprocal of anything between the floor and the ceiling."""
+        middle = 1.0 / self.harmonic_mean
+        return max(1.0 / self.floor - middle, middle - 1.0 / self.ceiling)
+
+    def left_over(self, squares: Tensor, inside: Tensor) -> Tensor:
+        """‖f⊥‖² from ‖f‖² and ‖Qᵀf‖²; zero where the tail is empty.
+
+        It is a squared norm: what is below zero is the rounding of the subtraction.
+        """
+        if self.is_empty:
+            return torch.zeros_like(squares)
+        return (squares - inside).clamp(min=0.0)
+
+
+def warn_about_spectrum(name: str, values: Tensor, l2: float, num_parameters: int) -> None:
+    """Warn where computed eigenvalues cannot serve a covariance, or void the error bound."""
+    negative = int((values <= 0).sum())
+    below = int((values < l2 * (1 - 1e-6)).sum())
+    if negative:
+        warnings.warn(
+            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
+            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
+            f"counts as λ and more; rank={len(values) - negative} uses all that are positive.",
+            SpectrumWarning,
+            stacklevel=3,
+        )
+    elif below and len(values) < num_parameters and not math.isclose(float(values[-1]), l2):
+        warnings.warn(
+            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
+            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
+            f"what lies below. rank={max(1, len(values) - below)} keeps those above λ.",
+            SpectrumWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,186 @@
+"""What every curvature matrix of a cost has in common: (1/N)·Σₙ Aₙ + λI."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch
+from deltabars.errors import BadValueError, MissingDependencyError, ModelError
+from deltabars.memory import rows_within
+from deltabars.problem import Problem
+
+
+class CurvatureOperator(ABC):
+    """A symmetric P×P matrix (1/N)·Σₙ Aₙ + λI, seen through its products with vectors."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, P)."""
+        return (self.problem.num_parameters, self.problem.num_parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Where products are computed."""
+        return self.problem.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the products."""
+        return self.problem.dtype
+
+    def matmat(self, vectors: Tensor) -> Tensor:
+        """Products of the matrix with each row of `vectors`: (b, P) -> (b, P).
+
+        Cost: one pass over the data.
+        """
+        self._check_vectors(vectors)
+        with self.problem.network.evaluation():
+            total = self._data_sum(vectors)
+        return total / self.problem.num_examples + self.problem.l2 * vectors
+
+    def to_dense(self) -> Tensor:
+        """The matrix itself, (P, P). Cost: P products."""
+        size = self.shape[0]
+        rows = rows_within(self.problem.memory_budget // 8, 4 * size * 8, most=256)
+        eye = torch.eye(size, device=self.device, dtype=self.dtype)
+        return torch.cat([self.matmat(block) for block in eye.split(rows)])
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` of the matrix (SciPy's vectors are columns)."""
+        try:
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_scipy() needs SciPy: pip install 'deltabars[scipy]'."
+            ) from error
+
+        def matmat(columns: Any) -> Any:
+            rows = torch.from_numpy(columns).to(self.device, self.dtype).T.contiguous()
+            return self.matmat(rows).T.cpu().numpy()
+
+        def matvec(column: Any) -> Any:
+            return matmat(column.reshape(-1, 1)).reshape(-1)
+
+        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        return LinearOperator(
+            shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
+        )
+
+    @abstractmethod
+    def _data_sum(self, vectors: Tensor) -> Tensor:
+        """Σₙ Aₙ v for each row v of `vectors`: the data part, without 1/N and λ."""
+
+    def _check_vectors(self, vectors: Tensor) -> None:
+        if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
+            raise BadValueError(
+                f"Vectors: expected shape (b, {self.shape[0]}), one vector a row, got "
+                f"{tuple(vectors.shape)}."
+            )
+        if vectors.dtype != self.dtype or vectors.device != self.device:
+            raise BadValueError(
+                f"Vectors: expected {self.dtype} on {self.device}, got {vectors.dtype} on "
+                f"{vectors.device}."
+            )
+
+
+class RowOperator(CurvatureOperator):
+    """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
+
+    The rows are kept where they fit the memory budget, and otherwise computed again on each pass.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._kept: list[Tensor] | None = None
+
+    @property
+    def row_scale(self) -> float:
+        """1/N: what RᵀR is multiplied by."""
+        return 1.0 / self.problem.num_examples
+
+    @property
+    def row_shift(self) -> float:
+        """λ: what is added to the diagonal."""
+        return self.problem.l2
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows R has."""
+        return self.problem.num_examples * self._rows_per_example
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether all of R fits the part of the memory budget that it may take."""
+        return self.num_rows * self._bytes_per_row <= self.problem.memory_budget // 4
+
+    def row_blocks(self) -> Iterator[Tensor]:
+        """R in blocks (n, P), in the order of the data.
+
+        Raises:
+            ModelError: per-example derivatives cannot be had, or are not finite.
+        """
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept = []
+        for block in self._computed_blocks():
+            if self.keeps_rows:
+                kept.append(block)
+            yield block
+        if self.keeps_rows:
+            self._kept = kept
+
+    def _computed_blocks(self) -> Iterator[Tensor]:
+        room = self.problem.memory_budget // 16
+        per_example = self._rows_per_example * self._bytes_per_row
+        size = rows_within(room, per_example, most=self.problem.chunk_size)
+        for batch in self.problem.chunks(size):
+            with self.problem.network.evaluation(), per_example_errors():
+                block = self._rows(batch)
+            if not bool(block.isfinite().all()):
+                raise ModelError(
+                    "Per-example gradients: expected finite values, got NaN or infinity. Look "
+                    "for square roots or logarithms at zero in the model."
+                )
+            yield block
+
+    def _data_sum(self, vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors)
+        for block in self.row_blocks():
+            total.addmm_(vectors @ block.T, block)
+        return total
+
+    @property
+    def _bytes_per_row(self) -> int:
+        return self.problem.num_parameters * self.dtype.itemsize
+
+    @property
+    @abstractmethod
+    def _rows_per_example(self) -> int:
+        """How many rows of R one example gives."""
+
+    @abstractmethod
+    def _rows(self, batch: Batch) -> Tensor:
+        """The rows (n, P) of a batch, example by example."""
+
+
+class per_example_errors:  # noqa: N801 - reads as a clause: with per_example_errors()
+    """Say what `vmap` could not do in terms of the user's model."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and "vmap" in str(error):
+            raise ModelError(
+                "Model: expected a forward pass that torch.func.vmap can take one example at a "
+                f"time, got one that it cannot: {str(error).splitlines()[0]}"
+            ) from error

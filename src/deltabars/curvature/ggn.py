@@ -1,0 +1,25 @@
+"""The generalised Gauss-Newton matrix, GGN = (1/N) Σ Jₙᵀ Sₙ Jₙ + λI."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deltabars.batches import Batch
+from deltabars.curvature.base import RowOperator
+from deltabars.curvature.sensitivity import output_jacobian
+
+
+class GGNOperator(RowOperator):
+    """GGN through the N·C×P matrix of rows Rₙᵀ Jₙ, with Rₙ Rₙᵀ = Sₙ = ∂²loss/∂z².
+
+    Kept rows cost N·C·P numbers and two matrix products a pass; else C gradients more.
+    """
+
+    @property
+    def _rows_per_example(self) -> int:
+        return self.problem.num_outputs
+
+    def _rows(self, batch: Batch) -> Tensor:
+        outputs, jacobian = output_jacobian(self.problem.network, batch.inputs)
+        factor = self.problem.likelihood.curvature_factor(outputs)  # (B, C, C)
+        return (factor.mT @ jacobian).flatten(0, 1)

@@ -1,0 +1,130 @@
+"""The training data: read, checked, counted, and served in chunks as often as needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch, Signature, is_fixed, iterate, labelled, leaves, map_leaves
+from deltabars.errors import DataError
+
+_READ_SIZE = 256  # examples a batch, where the data do not come in batches
+_MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
+
+
+class TrainingData:
+    """N examples, the same ones on every pass.
+
+    The first pass checks and counts them and keeps them on the device if they fit `budget`
+    bytes; otherwise every pass reads them again. Data that come from a loader are read a second
+    time at once, to make sure that a pass repeats (in any order).
+    """
+
+    def __init__(self, data: Any, device: torch.device, dtype: torch.dtype, budget: int) -> None:
+        self._data = data
+        self._device = device
+        self._dtype = dtype
+        kept: list[Batch] | None = []
+        used = 0
+        self.num_examples, self.fingerprint = 0, 0
+        signature: Signature | None = None
+        for batch in self._read():
+            _check_finite(batch)
+            found = Signature.of(batch.inputs)
+            signature = found if signature is None else signature.merge(found)
+            self.num_examples += len(batch)
+            self.fingerprint = _add(self.fingerprint, batch)
+            batch = batch.to(device, dtype)
+            used += _bytes(batch)
+            kept = None if kept is None or used > budget else [*kept, batch]
+        if signature is None or self.num_examples == 0:
+            raise DataError("Data: expected at least one example, got none: the data are empty.")
+        self.signature = signature
+        self.in_memory = kept is not None
+        if not is_fixed(data):
+            self._check_repeats()
+        self._kept = None if kept is None else _join(kept, signature)
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """One pass over all examples, on the device, at most `size` at a time."""
+        count = 0
+        for batch in self._kept if self._kept is not None else self._read():
+            for chunk in batch.split(size):
+                count += len(chunk)
+                yield chunk.to(self._device, self._dtype)
+        if count != self.num_examples:
+            raise DataError(
+                f"Data: expected {self.num_examples} examples on every pass, got {count}."
+            )
+
+    def _read(self) -> Iterator[Batch]:
+        for raw in iterate(self._data, _READ_SIZE):
+            batch = labelled(raw)
+            if len(batch):
+                yield batch
+
+    def _check_repeats(self) -> None:
+        count, fingerprint = 0, 0
+        for batch in self._read():
+            count += len(batch)
+            fingerprint = _add(fingerprint, batch)
+        if (count, fingerprint) != (self.num_examples, self.fingerprint):
+            raise DataError(
+                "Data: expected the same examples on every pass (their order may change), got "
+                "different ones. Turn off random augmentation, sampling with replacement, and "
+                "drop_last with shuffling, for the fit."
+            )
+
+
+def _check_finite(batch: Batch) -> None:
+    for leaf in leaves(batch.inputs):
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            count = int((~leaf.isfinite().flatten(1).all(1)).sum()) if leaf.ndim > 1 else 1
+            raise DataError(
+                f"Inputs: expected finite values, got NaN or infinity in {count} of the "
+                f"{len(batch)} examples of a batch."
+            )
+
+
+def _bytes(batch: Batch) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(batch.inputs))
+
+
+def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
+    """One batch of everything where shapes allow it, so that chunks do not depend on the loader."""
+    targets = [batch.targets for batch in batches if batch.targets is not None]
+    shapes = {tuple(target.shape[1:]) for target in targets}
+    if None in signature.shapes or len(shapes) > 1 or len(batches) == 1:
+        return batches
+    columns = zip(*(leaves(batch.inputs) for batch in batches), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return [Batch(map_leaves(lambda _: next(joined), batches[0].inputs), torch.cat(targets))]
+
+
+def _add(fingerprint: int, batch: Batch) -> int:
+    """Add a batch to an order-free fingerprint: the sum of its examples' hashes, modulo 2^64."""
+    parts = leaves(batch.inputs) + ([] if batch.targets is None else [batch.targets])
+    hashes = torch.zeros(len(batch), dtype=torch.int64, device=parts[0].device)
+    for part in parts:
+        hashes = _stir(hashes * _MIX + _row_hashes(part).to(hashes.device))
+    return (fingerprint + int(hashes.sum())) % 2**64
+
+
+def _row_hashes(tensor: Tensor) -> Tensor:
+    """An integer (B,) for each row, in wrapping 64-bit arithmetic: exact on every device."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = tensor.detach().contiguous().reshape(tensor.shape[0], -1)
+    if flat.dtype == torch.bool or flat.is_complex():
+        flat = flat.to(torch.uint8) if flat.dtype == torch.bool else torch.view_as_real(flat)
+        flat = flat.reshape(tensor.shape[0], -1)
+    numbers = flat.view(words[flat.element_size()]).to(torch.int64)
+    positions = torch.arange(1, numbers.shape[1] + 1, device=flat.device)
+    return ((numbers + 1) * _stir(positions * _MIX)).sum(1)
+
+
+def _stir(numbers: Tensor) -> Tensor:
+    numbers = (numbers ^ (numbers >> 31)) * _MIX
+    return numbers ^ (numbers >> 29)

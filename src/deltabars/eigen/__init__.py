@@ -1,0 +1,9 @@
+"""Eigenpairs of symmetric matrices that are seen through their products with vectors."""
+
+from deltabars.eigen.arpack import arpack
+from deltabars.eigen.dense import dense
+from deltabars.eigen.incremental_svd import incremental_svd
+from deltabars.eigen.krylov import OnStep, block_krylov, lanczos
+from deltabars.eigen.pairs import EigenPairs
+
+__all__ = ["EigenPairs", "OnStep", "arpack", "block_krylov", "dense", "incremental_svd", "lanczos"]

@@ -1,0 +1,150 @@
+"""Eigenpairs, how good they are, and how they were found."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError, ConvergenceWarning
+
+LEAST_RITZ = "smallest_ritz_value"
+
+
+@dataclass(frozen=True, eq=False)
+class EigenPairs:
+    """The K algebraically largest eigenpairs of a symmetric matrix A.
+
+    Attributes:
+        values: the eigenvalues, descending, (K,), float64.
+        vectors: the eigenvectors, orthonormal rows, (K, P).
+        residuals: ‖Aq − λq‖ for each pair, over `residual_scale(values)`, (K,), float64.
+        smallest: eigenvalues known from the lower end of the spectrum, ascending, (m,), float64.
+            They need not be next to one another unless the solver was asked for them.
+        smallest_residuals: their residuals, on the same scale as `residuals`, (m,).
+        statistics: how they were found: `solver`, `products`, `converged`, `tolerance`, …
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    smallest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    smallest_residuals: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    statistics: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def __repr__(self) -> str:
+        count, size = self.vectors.shape
+        return (
+            f"EigenPairs(K={count}, P={size}, values {float(self.values[0]):.4g} … "
+            f"{float(self.values[-1]):.4g}, largest residual {float(self.residuals.max()):.2g})"
+        )
+
+    @property
+    def least(self) -> float:
+        """The least eigenvalue seen: the last one, one of `smallest`, or the least Ritz value."""
+        seen = [float(self.values[-1]), *self.smallest[:1].tolist()]
+        return min([*seen, float(self.statistics.get(LEAST_RITZ, math.inf))])
+
+    def shifted(self, shift: float) -> EigenPairs:
+        """The eigenpairs of A + shift·I: the same vectors, the values moved."""
+        values = self.values + shift
+        smallest = self.smallest + shift
+        before, after = residual_scale(self.values), residual_scale(values)
+        ends = self.values[:1].expand_as(self.smallest)
+        rescale = lower_scale(self.smallest, ends) / lower_scale(smallest, ends + shift)
+        statistics = dict(self.statistics)
+        if LEAST_RITZ in statistics:
+            statistics[LEAST_RITZ] = float(statistics[LEAST_RITZ]) + shift
+        return replace(
+            self,
+            values=values,
+            residuals=self.residuals * before / after,
+            smallest=smallest,
+            smallest_residuals=self.smallest_residuals * rescale,
+            statistics=statistics,
+        )
+
+    def to(self, device: torch.device | str) -> EigenPairs:
+        """The same pairs on a device."""
+        return replace(
+            self,
+            values=self.values.to(device),
+            vectors=self.vectors.to(device),
+            residuals=self.residuals.to(device),
+            smallest=self.smallest.to(device),
+            smallest_residuals=self.smallest_residuals.to(device),
+        )
+
+
+def residual_scale(values: Tensor) -> Tensor:
+    """What residual norms are divided by: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
+
+    Against a plain max(λ, 1) this keeps a tolerance meaningful for matrices of small norm.
+    """
+    return lower_scale(values, values[:1].expand_as(values))
+
+
+def lower_scale(values: Tensor, largest: Tensor) -> Tensor:
+    """`residual_scale` for values that do not hold the largest one themselves."""
+    tiny = torch.finfo(values.dtype).tiny
+    return torch.maximum(values.abs(), largest.abs().clamp(max=1.0)).clamp(min=tiny)
+
+
+def check_rank(rank: int, size: int) -> None:
+    """Refuse a rank that is not a whole number from 1 to P."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= size:
+        raise BadValueError(
+            f"rank: expected a whole number from 1 to P = {size} (which gives the exact answer), "
+            f"got {rank!r}."
+        )
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """The residual that a solver stops at: what the type of the products allows."""
+    return 1e-10 if dtype == torch.float64 else 1e-5
+
+
+def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
+    """Warn with how many pairs have not converged, and the largest residual."""
+    bad = int((pairs.residuals > tolerance).sum())
+    if bad:
+        warnings.warn(
+            f"Expected {len(pairs)} eigenpairs with residuals up to {tolerance:.1g}, got {bad} "
+            f"that have not converged; the largest residual is {float(pairs.residuals.max()):.2g}. "
+            "Allow more products, ask for fewer pairs, or accept a larger tolerance.",
+            ConvergenceWarning,
+            stacklevel=4,
+        )
+
+
+def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
+    """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
+
+    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
+    its mean square is the sum of theirs.
+
+    Returns:
+        `orthogonality`, the largest entry of |QQᵀ − I|; `residual_rms`, the root mean square of
+        ‖Aq − λq‖; `largest_residual` as the solver reported it.
+    """
+    vectors = pairs.vectors
+    inner = (vectors @ vectors.T).double()
+    inner.diagonal().sub_(1.0)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
+    signs = signs.to(vectors.device, vectors.dtype)
+    image = operator.matmat((signs @ vectors)[None])[0]
+    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
+    return {
+        "orthogonality": float(inner.abs().max()),
+        "residual_rms": float(rest.norm()) / len(pairs) ** 0.5,
+        "largest_residual": float(pairs.residuals.max()),
+    }

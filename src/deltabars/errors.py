@@ -1,0 +1,62 @@
+"""Errors and warnings of deltabars.
+
+Every message has three parts: what was expected, what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class DeltaBarsError(Exception):
+    """The root of every error that deltabars raises on purpose."""
+
+
+class BadValueError(DeltaBarsError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class ModelError(BadValueError):
+    """The model, its parameters or its outputs cannot be used."""
+
+
+class DataError(BadValueError):
+    """The training data or the inputs to predict cannot be used."""
+
+
+class MissingDependencyError(DeltaBarsError, ImportError):
+    """An optional library is needed and is not installed."""
+
+
+class StorageError(DeltaBarsError):
+    """A saved fit cannot be written or read."""
+
+
+class CorruptFileError(StorageError):
+    """The file is truncated, altered, or not a deltabars file."""
+
+
+class FormatVersionError(StorageError):
+    """The file was written in a newer format than this version reads."""
+
+
+class WeightsMismatchError(StorageError):
+    """The model's weights are not the ones that the file was fitted to."""
+
+
+class DeltaBarsWarning(UserWarning):
+    """The root of every warning that deltabars gives."""
+
+
+class ConvergenceWarning(DeltaBarsWarning):
+    """Some eigenpairs did not reach the asked tolerance."""
+
+
+class OptimumWarning(DeltaBarsWarning):
+    """The weights are far from an optimum of the training cost."""
+
+
+class ModelWarning(DeltaBarsWarning):
+    """The model can be used, but its outputs do not look like logits."""
+
+
+class SpectrumWarning(DeltaBarsWarning):
+    """The spectrum breaks the premise of the error bound, or of a covariance."""

@@ -1,0 +1,285 @@
+"""DeltaFit: what a fit knows, and what can be asked of it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Signature, iterate, leaves, unlabelled
+from deltabars.covariance import (
+    ESTIMATORS,
+    Covariance,
+    build_covariance,
+    warn_about_spectrum,
+)
+from deltabars.covariance.spread import BOUNDS
+from deltabars.curvature.base import per_example_errors
+from deltabars.curvature.sensitivity import check_space, sensitivities
+from deltabars.eigen import EigenPairs
+from deltabars.eigen.pairs import check_rank
+from deltabars.errors import BadValueError, DataError
+from deltabars.likelihoods import Likelihood
+from deltabars.memory import resolve_budget, rows_within
+from deltabars.network import Network
+from deltabars.prediction import Prediction
+from deltabars.problem import check_l2
+from deltabars.progress import Progress
+from deltabars.saving import save
+
+_LARGEST_CHUNK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaFit:
+    """The eigenpairs of a trained network's curvature, ready to put error bars on predictions.
+
+    Immutable: the weights are those of the moment of the fit, whatever happens to the model.
+
+    Attributes:
+        estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
+        l2: λ.
+        num_examples: N.
+        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`.
+        diagnostics: cost and gradient norm of the trained weights; for each matrix how its
+            eigenpairs were found and how good they are; times and versions.
+    """
+
+    estimator: str
+    l2: float
+    num_examples: int
+    spectra: Mapping[str, EigenPairs]
+    diagnostics: Mapping[str, Any]
+    likelihood: Likelihood
+    network: Network
+    signature: Signature
+    weights: str  # the fingerprint of the model's state
+    memory_budget: int | None = None
+    progress: bool = True
+    _covariances: dict[tuple[str, int, bool], Covariance] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return self.network.parameters.size
+
+    @property
+    def rank(self) -> int:
+        """K, the number of computed eigenpairs of each matrix."""
+        return min(len(pairs) for pairs in self.spectra.values())
+
+    @property
+    def effective_parameters(self) -> float:
+        """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ over the K pairs.
+
+        A sandwich fit answers for its Hessian. See `effective_parameters_interval` for the rest
+        of the spectrum.
+        """
+        values = self._main_values
+        return float(((values - self.l2) / values).sum())
+
+    @property
+    def effective_parameters_interval(self) -> tuple[float, float]:
+        """The interval that the full sum lies in, if the tail lies between λ and λ_K."""
+        values = self._main_values
+        tail = (self.num_parameters - len(values)) * float((values[-1] - self.l2) / values[-1])
+        known = self.effective_parameters
+        return known + min(0.0, tail), known + max(0.0, tail)
+
+    def predict(
+        self,
+        inputs: Any,
+        *,
+        rank: int | None = None,
+        full_rank: bool = True,
+        space: str = "probability",
+        covariance: bool = False,
+        bound: str = "rigorous",
+        estimator: str | Sequence[str] | None = None,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Predictions with error bars.
+
+        Args:
+            inputs: a tensor (or tuple or mapping of tensors), a DataLoader or a Dataset; targets
+                in it are left out.
+            rank: use the first pairs only; all of them by default.
+            full_rank: close the spectrum with λ (the default), or use the K pairs alone.
+            space: `"probability"` for error bars of the mean, `"logit"` for those of the outputs.
+            covariance: compute the covariance of the classes as well.
+            bound: `"rigorous"`, or `"paper"` for the published formulas.
+            estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
+                `"opg"`. A list of names gives a dict of predictions, at the cost of one.
+            batch_size: inputs worked on at a time; chosen by the memory budget by default.
+
+        Returns:
+            A Prediction, or a dict of them.
+
+        Cost: C gradients an input and C·P·K operations a matrix; memory batch_size·C·P numbers.
+        """
+        names = self._estimators(estimator)
+        used = self.rank if rank is None else rank
+        check_rank(used, self.rank)
+        check_space(space)
+        if bound not in BOUNDS:
+            raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
+        if bound == "paper" and not full_rank:
+            raise BadValueError(
+                "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
+                "estimate only."
+            )
+        if batch_size is not None and batch_size < 1:
+            raise BadValueError(f"batch_size: expected at least 1, got {batch_size}.")
+        covariances = {name: self._covariance(name, used, full_rank) for name in names}
+        matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
+        bases = {matrix: self.spectra[matrix].vectors[:used] for matrix in sorted(matrices)}
+        parts: dict[str, list[Prediction]] = {name: [] for name in names}
+        size = batch_size or self._chunk_size()
+        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else 0
+        done = 0
+        with Progress("Predicting", total, "input", self.progress) as bar:
+            for raw in iterate(inputs, size):
+                batch = unlabelled(raw, self.signature)
+                self._check_inputs(batch.inputs)
+                for chunk in batch.to(self.network.device, self.network.dtype).split(size):
+                    with self.network.evaluation(), per_example_errors():
+                        outputs, sensitivity = sensitivities(
+                            self.network, self.likelihood, chunk.inputs, bases, space
+                        )
+                    if not bool(outputs.isfinite().all()):
+                        raise DataError("Outputs: expected finite values, got NaN or infinity.")
+                    label = self.likelihood.label(self.likelihood.mean(outputs))
+                    for name in names:
+                        parts[name].append(
+                            Prediction.compute(
+                                sensitivity,
+                                covariances[name],
+                                label,
+                                bound=bound,
+                                with_covariance=covariance,
+                            )
+                        )
+                    done += len(chunk)
+                    bar.show(done)
+        if not done:
+            raise DataError("Inputs: expected at least one, got none.")
+        results = {name: Prediction.concatenate(parts[name]) for name in names}
+        asked_for_one = estimator is None or isinstance(estimator, str)
+        return results[names[0]] if asked_for_one else results
+
+    def with_l2(self, l2: float) -> DeltaFit:
+        """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
+
+        The eigenvectors do not depend on λ, but the weights ω̂ do: they stay as they are.
+        """
+        shift = check_l2(l2) - self.l2
+        spectra = {name: pairs.shifted(shift) for name, pairs in self.spectra.items()}
+        for name, pairs in spectra.items():
+            warn_about_spectrum(name, pairs.values, float(l2), self.num_parameters)
+        diagnostics = {**self.diagnostics, "fitted_l2": self.diagnostics.get("fitted_l2", self.l2)}
+        return replace(
+            self, l2=float(l2), spectra=spectra, diagnostics=diagnostics, _covariances={}
+        )
+
+    def sample(self, n: int, seed: int = 0) -> Tensor:
+        """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the full-rank covariance of the fit.
+
+        ω = ω̂ + N^{-½}(Q Λ^{-½} Qᵀz + λ̃^{-½}(z − QQᵀz)) with z ~ N(0, I); for the sandwich
+        ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
+        `fit.network.parameters.unflatten`.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
+        generator = torch.Generator().manual_seed(seed)
+        shape = (n, self.num_parameters)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        noise = noise.to(self.network.device, self.network.dtype)
+        vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
+        covariance = self._covariance(self.estimator, self.rank, True)
+        return self.network.point + covariance.root(vectors, noise)
+
+    def save(self, path: Any) -> None:
+        """Write the fit to one file; read it again with `deltabars.load(path, model)`."""
+        save(self, path)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"DeltaFit: {self.estimator}, N = {self.num_examples:,}, P = {self.num_parameters:,}, "
+            f"K = {self.rank:,}, λ = {self.l2:g}"
+        ]
+        for name, pairs in self.spectra.items():
+            lines.append(
+                f"  {name}: eigenvalues {float(pairs.values[0]):.4g} … "
+                f"{float(pairs.values[-1]):.4g}"
+                f", largest residual {float(pairs.residuals.max()):.1g}"
+            )
+        lines.append(f"  effective parameters: {self.effective_parameters:.1f} in the K pairs")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    @property
+    def _main_values(self) -> Tensor:
+        return self.spectra[ESTIMATORS[self.estimator][0]].values
+
+    @cached_property
+    def _overlap(self) -> Tensor:
+        """M = Q_Hᵀ Q_G (K, K), in float64."""
+        return (self.spectra["hessian"].vectors @ self.spectra["opg"].vectors.T).double()
+
+    def _covariance(self, estimator: str, rank: int, full_rank: bool) -> Covariance:
+        key = (estimator, rank, full_rank)
+        if key not in self._covariances:
+            self._covariances[key] = build_covariance(
+                estimator,
+                {name: pairs.values for name, pairs in self.spectra.items()},
+                rank=rank,
+                l2=self.l2,
+                num_parameters=self.num_parameters,
+                num_examples=self.num_examples,
+                overlap=self._overlap if estimator == "sandwich" else None,
+                least_hessian=self.spectra["hessian"].least if "hessian" in self.spectra else None,
+                full_rank=full_rank,
+            )
+        return self._covariances[key]
+
+    def _estimators(self, asked: str | Sequence[str] | None) -> list[str]:
+        if asked is None:
+            return [self.estimator]
+        names = [asked] if isinstance(asked, str) else list(asked)
+        served = [
+            name
+            for name, needed in ESTIMATORS.items()
+            if all(matrix in self.spectra for matrix in needed)
+        ]
+        for name in names or ["nothing"]:
+            if name not in served:
+                raise BadValueError(
+                    f"estimator: expected one of {served}, which this {self.estimator} fit can "
+                    f"serve, got {name!r}. Fit with estimator={name!r} for that one."
+                )
+        return names
+
+    def _check_inputs(self, inputs: Any) -> None:
+        self.signature.check(inputs)
+        for leaf in leaves(inputs):
+            if leaf.device.type != "cpu" and leaf.device != self.network.device:
+                raise DataError(
+                    f"Inputs: expected tensors on {self.network.device} or the CPU, got "
+                    f"{leaf.device}."
+                )
+            if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+                raise DataError("Inputs: expected finite values, got NaN or infinity.")
+
+    def _chunk_size(self) -> int:
+        """Inputs at a time: F twice, and once in float64, within an eighth of the budget."""
+        budget = resolve_budget(self.memory_budget, self.network.device)
+        outputs = int(self.diagnostics["num_outputs"])
+        per_input = outputs * self.num_parameters * (2 * self.network.dtype.itemsize + 8)
+        return rows_within(budget // 8, per_input, most=_LARGEST_CHUNK)

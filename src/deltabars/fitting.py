@@ -1,0 +1,187 @@
+"""fit(): from a trained model and its data to a DeltaFit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deltabars.eigen as eigen
+from deltabars.covariance import ESTIMATORS, warn_about_spectrum
+from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
+from deltabars.curvature.base import RowOperator
+from deltabars.eigen import EigenPairs
+from deltabars.eigen.pairs import audit, check_rank
+from deltabars.errors import BadValueError
+from deltabars.fitted import DeltaFit
+from deltabars.likelihoods import Likelihood
+from deltabars.network import fingerprint
+from deltabars.parameters import Selection
+from deltabars.problem import Problem
+from deltabars.progress import Progress
+
+OPERATORS: dict[str, type[CurvatureOperator]] = {
+    "hessian": HessianOperator,
+    "opg": OPGOperator,
+    "ggn": GGNOperator,
+}
+SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
+
+_ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
+_MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
+
+
+def fit(
+    model: torch.nn.Module,
+    data: Any,
+    *,
+    l2: float,
+    estimator: str = "opg",
+    rank: int = 100,
+    params: Selection = None,
+    likelihood: str | Likelihood = "categorical",
+    solver: str = "auto",
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    residual_tolerance: float | None = None,
+    max_products: int | None = None,
+    smallest: int = 0,
+    progress: bool = True,
+) -> DeltaFit:
+    """Compute the eigenpairs that put error bars on a trained network's predictions.
+
+    Args:
+        model: a module that returns logits (B, C). It is never altered.
+        data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
+            Batches may be tuples, or mappings with `labels`.
+        l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
+            `weight_decay` of SGD and Adam (AdamW's is another thing).
+        estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
+            serves all three), or `"ggn"`.
+        rank: K, how many eigenpairs to compute. Error bounds come with every prediction and say
+            whether K was enough.
+        params: which parameters count: None for all, name patterns, a predicate, or
+            `last_layer()`.
+        likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
+        solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
+            (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
+            and GGN; a sandwich takes its H from Lanczos).
+        seed: of the start vectors; the same seed gives the same bits on a CPU.
+        device, dtype: where and how precisely to compute; the model's own by default.
+        memory_budget: bytes to stay within; half of the free memory by default.
+        residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); 1e-5 in float32,
+            1e-10 in float64.
+        max_products: products a matrix at the most; pairs that have not converged by then are
+            kept, with a warning.
+        smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
+        progress: whether to show it.
+
+    Returns:
+        A DeltaFit.
+
+    Raises:
+        BadValueError, ModelError, DataError: each says what was expected, found, and to be done.
+
+    Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
+    recomputed rows; for the Hessian a few times K products of about three gradients over the
+    data. Memory: a few times K·P numbers.
+    """
+    _check_options(estimator, solver, rank)
+    started = time.perf_counter()
+    with Progress("Reading the data", 0, "example", progress) as bar:
+        problem = Problem(
+            model,
+            data,
+            likelihood,
+            params,
+            l2,
+            device=device,
+            dtype=dtype,
+            memory_budget=memory_budget,
+            on_chunk=lambda done, total: bar.show(done, f"of {total}"),
+        )
+    check_rank(rank, problem.num_parameters)
+    problem.warn_if_far_from_optimum()
+    diagnostics: dict[str, Any] = {
+        "mean_loss": problem.mean_loss,
+        "cost": problem.mean_loss + 0.5 * problem.l2 * float(problem.network.point.norm()) ** 2,
+        "gradient_norm": float(problem.gradient.norm()),
+        "relative_gradient": problem.relative_gradient,
+        "num_outputs": problem.num_outputs,
+        "data_fingerprint": f"{problem.data.fingerprint:016x}",
+        "seed": seed,
+        "torch": torch.__version__,
+        "device": str(problem.device),
+        "seconds": {"data": time.perf_counter() - started},
+    }
+    options = {"tolerance": residual_tolerance, "max_products": max_products, "seed": seed}
+    spectra = {}
+    for name in ESTIMATORS[estimator]:
+        started = time.perf_counter()
+        operator = OPERATORS[name](problem)
+        lower = smallest if name == "hessian" else 0
+        solve = _solver(solver, name, operator, rank, lower, options)
+        with Progress(f"Eigenpairs of the {name}", rank, "pair", progress) as bar:
+            pairs = solve(bar.show_products)
+        spectra[name] = pairs
+        diagnostics["seconds"][name] = time.perf_counter() - started
+        diagnostics[name] = {**pairs.statistics, **audit(operator, pairs, seed)}
+        diagnostics[name]["tail_below_l2"] = max(0.0, problem.l2 - pairs.least)
+        warn_about_spectrum(name, pairs.values, problem.l2, problem.num_parameters)
+    return DeltaFit(
+        estimator=estimator,
+        l2=problem.l2,
+        num_examples=problem.num_examples,
+        spectra=spectra,
+        diagnostics=diagnostics,
+        likelihood=problem.likelihood,
+        network=problem.network,
+        signature=problem.data.signature,
+        weights=fingerprint(model),
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+
+
+def _check_options(estimator: str, solver: str, rank: Any) -> None:
+    if estimator not in ESTIMATORS:
+        raise BadValueError(f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}.")
+    if solver not in SOLVERS:
+        raise BadValueError(f"solver: expected one of {list(SOLVERS)}, got {solver!r}.")
+    if solver == "incremental" and estimator == "hessian":
+        raise BadValueError(
+            "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got 'incremental', "
+            "which works on rows of gradients (opg, ggn, and the opg part of a sandwich)."
+        )
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise BadValueError(f"rank: expected a whole number from 1 to P, got {rank!r}.")
+
+
+def _solver(
+    solver: str,
+    name: str,
+    operator: CurvatureOperator,
+    rank: int,
+    smallest: int,
+    options: dict[str, Any],
+) -> Callable[[eigen.OnStep], EigenPairs]:
+    """The solver for one matrix, waiting only for where to report progress."""
+    size = operator.shape[0]
+    if solver == "auto":
+        small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
+        solver = "dense" if small else "krylov"
+    if solver == "dense":
+        return lambda report: eigen.dense(operator, rank, on_step=report)
+    if solver == "arpack":
+        return lambda report: eigen.arpack(operator, rank, on_step=report, **options)
+    if solver == "incremental" and isinstance(operator, RowOperator):
+        return lambda report: eigen.incremental_svd(operator, rank, on_step=report)
+    if name == "hessian":
+        return lambda report: eigen.lanczos(
+            operator, rank, smallest=smallest, on_step=report, **options
+        )
+    return lambda report: eigen.block_krylov(operator, rank, on_step=report, **options)

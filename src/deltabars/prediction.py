@@ -1,0 +1,187 @@
+"""Predictions with error bars, and how they are computed from F and a covariance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.covariance import Covariance
+from deltabars.curvature import Sensitivity
+from deltabars.errors import MissingDependencyError
+
+
+class Arrays(dict[str, Any]):
+    """A Prediction's fields as NumPy arrays, by key (`["std"]`) or by attribute (`.std`)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Predictions for B inputs, their error bars, and the error bars' own bounds.
+
+    The exact value, with every eigenpair computed, lies in `std ± std_error` and in
+    `[std_low, std_high]` (see the documentation of the bound), and the score likewise.
+
+    Attributes:
+        mean: class probabilities (or logits, in logit space), (B, C).
+        std, variance: their standard deviations and variances, (B, C).
+        std_error, std_low, std_high: how far the exact standard deviation can be, (B, C).
+        score: √(Σ over classes of the variance), one number an input, (B,).
+        score_error, score_low, score_high: how far the exact score can be, (B,).
+        covariance: of the classes, (B, C, C), or None.
+        label: the predicted class, (B,) (Bernoulli: (B, C); Gaussian: None).
+    """
+
+    mean: Tensor
+    std: Tensor
+    variance: Tensor
+    std_error: Tensor
+    std_low: Tensor
+    std_high: Tensor
+    score: Tensor
+    score_error: Tensor
+    score_low: Tensor
+    score_high: Tensor
+    covariance: Tensor | None
+    label: Tensor | None
+
+    @classmethod
+    def compute(
+        cls,
+        sensitivity: Sensitivity,
+        covariance: Covariance,
+        label: Tensor | None,
+        *,
+        bound: str = "rigorous",
+        with_covariance: bool = False,
+    ) -> Prediction:
+        """Error bars of one batch; everything is float64 until the end."""
+        spread = covariance.spread(
+            sensitivity.gram, sensitivity.projections, with_covariance=with_covariance
+        )
+        std, score = spread.std(bound), spread.score(bound)
+        kind = sensitivity.value.dtype
+        whole = spread.covariance
+        return cls(
+            mean=sensitivity.value,
+            std=std.value.to(kind),
+            variance=spread.variance.to(kind),
+            std_error=std.error.to(kind),
+            std_low=std.low.to(kind),
+            std_high=std.high.to(kind),
+            score=score.value.to(kind),
+            score_error=score.error.to(kind),
+            score_low=score.low.to(kind),
+            score_high=score.high.to(kind),
+            covariance=None if whole is None else whole.to(kind),
+            label=label,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Prediction]) -> Prediction:
+        """Several batches as one."""
+        columns = {
+            field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)
+        }
+        joined: dict[str, Any] = {
+            name: None if column[0] is None else torch.cat(column)
+            for name, column in columns.items()
+        }
+        return cls(**joined)
+
+    def __len__(self) -> int:
+        return self.mean.shape[0]
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """The inputs that `index` selects; one number selects one input and keeps the batch."""
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"index {index} is out of range for {len(self)} predictions")
+            index = slice(index, index + 1 or None)
+        return self._map(lambda value: value[index])
+
+    def to(self, device: torch.device | str) -> Prediction:
+        """The same prediction on a device."""
+        return self._map(lambda value: value.to(device))
+
+    def numpy(self) -> Arrays:
+        """All fields as NumPy arrays."""
+        return Arrays({name: value.cpu().numpy() for name, value in self._present().items()})
+
+    def to_pandas(self) -> Any:
+        """One row an input: label, its mean and std, the score, and all classes' columns."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_pandas() needs pandas: pip install 'deltabars[pandas]'."
+            ) from error
+        arrays = self.numpy()
+        columns: dict[str, Any] = {}
+        if self.label is not None and self.label.ndim == 1:
+            columns["label"] = arrays["label"]
+        for name in ("score", "score_error", "score_low", "score_high"):
+            columns[name] = arrays[name]
+        for name in ("mean", "std", "std_error", "std_low", "std_high"):
+            for k in range(self.mean.shape[1]):
+                columns[f"{name}_{k}"] = arrays[name][:, k]
+        return pandas.DataFrame(columns)
+
+    def __repr__(self) -> str:
+        count, classes = self.mean.shape
+        head = f"Prediction of {count} inputs, {classes} outputs"
+        lines = ["  ".join(row) for row in self._table(5)]
+        more = [f"… and {count - 5} more"] if count > 5 else []
+        return "\n".join([head, *lines, *more])
+
+    def _repr_html_(self) -> str:
+        head, *body = self._table(10)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body
+        )
+        titles = "".join(f"<th>{cell}</th>" for cell in head)
+        count, classes = self.mean.shape
+        more = f"<p>… and {count - 10} more</p>" if count > 10 else ""
+        return (
+            f"<p>Prediction of {count} inputs, {classes} outputs</p>"
+            f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>{more}"
+        )
+
+    def _table(self, most: int) -> list[list[str]]:
+        """The first inputs: the leading output with its error bar, and the score."""
+        shown = self[:most].to("cpu")
+        top = shown.mean.argmax(-1)
+        rows = [["input", "output", "mean ± std (± error)", "score (± error)"]]
+        for i in range(len(shown)):
+            k = int(top[i])
+            mean, std, error = (float(x[i, k]) for x in (shown.mean, shown.std, shown.std_error))
+            rows.append(
+                [
+                    f"{i}",
+                    f"{k}",
+                    f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
+                    f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
+                ]
+            )
+        widths = [max(len(row[j]) for row in rows) for j in range(4)]
+        return [
+            [cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows
+        ]
+
+    def _present(self) -> Mapping[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _map(self, function: Any) -> Prediction:
+        present: dict[str, Any] = {name: function(value) for name, value in self._present().items()}
+        values: dict[str, Any] = {field.name: present.get(field.name) for field in fields(self)}
+        return Prediction(**values)

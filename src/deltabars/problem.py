@@ -1,0 +1,213 @@
+"""The statistical problem: a network, its data, its likelihood and λ.
+
+This is the one place where the 1/N of the mean loss and the λ of the cost enter:
+
+    cost(ω) = (1/N) Σₙ lossₙ(ω) + (λ/2)·‖ω‖²
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch, Inputs
+from deltabars.data import TrainingData
+from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
+from deltabars.likelihoods import Likelihood, get_likelihood
+from deltabars.memory import resolve_budget
+from deltabars.network import Network
+from deltabars.parameters import ParameterSpace, Selection
+
+_CHUNK = {"cpu": 256}  # examples a chunk; small ones stay in the cache of a CPU
+_CHUNK_ELSEWHERE = 2048
+_FAR_FROM_OPTIMUM = 0.5
+
+
+class Problem:
+    """Everything the curvature of a training cost depends on, checked.
+
+    Args:
+        model: a module that returns outputs (B, C). It is never altered.
+        data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a Likelihood.
+        parameters: which parameters count (see `ParameterSpace.select`).
+        l2: λ > 0 of the cost.
+        device, dtype: where and how precisely to compute; the model's own by default.
+        memory_budget: bytes that caches may take; half of the free memory by default.
+        chunk_size: examples that are worked on at a time.
+
+    Raises:
+        ModelError, DataError, BadValueError: with what was expected, found, and to be done.
+
+    Cost: two passes over data that come from a loader, and one gradient.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        data: Any,
+        likelihood: str | Likelihood = "categorical",
+        parameters: Selection | ParameterSpace = None,
+        l2: float | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        memory_budget: int | None = None,
+        chunk_size: int | None = None,
+        on_chunk: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.l2 = check_l2(l2)
+        self.likelihood = get_likelihood(likelihood)
+        self.network = Network.capture(model, parameters, device, dtype)
+        self.memory_budget = resolve_budget(memory_budget, self.device)
+        self.chunk_size = chunk_size or _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
+        self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2)
+        with self.network.evaluation():
+            first = next(iter(self.chunks()))
+            self.num_outputs = self._probe(first)
+            self.network.check_last_layer(parameters, self.num_outputs)
+            self.mean_loss, self._data_gradient = self._loss_and_gradient(on_chunk)
+
+    @property
+    def parameters(self) -> ParameterSpace:
+        """The parameters that count, and their places in the flat vector."""
+        return self.network.parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return self.parameters.size
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.data.num_examples
+
+    @property
+    def device(self) -> torch.device:
+        """Where to compute."""
+        return self.network.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """How precisely to compute."""
+        return self.network.dtype
+
+    @property
+    def gradient(self) -> Tensor:
+        """∇cost at ω̂, (P,): about zero where the network was trained to the end with this λ."""
+        return self._data_gradient + self.l2 * self.network.point
+
+    @property
+    def relative_gradient(self) -> float:
+        """‖∇cost‖ over ‖∇mean loss‖ + λ‖ω̂‖: 0 at an optimum, 1 where nothing balances."""
+        scale = float(self._data_gradient.norm()) + self.l2 * float(self.network.point.norm())
+        return float(self.gradient.norm()) / scale if scale else 0.0
+
+    def chunks(self, size: int | None = None) -> Iterator[Batch]:
+        """One pass over the data in chunks, on the device."""
+        return self.data.chunks(size or self.chunk_size)
+
+    def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The loss of each example of a batch, (B,), as a function of the parameters."""
+        assert batch.targets is not None
+        return self.likelihood.loss(self.network.outputs(trained, batch.inputs), batch.targets)
+
+    def one_loss(self, trained: dict[str, Tensor], example: Inputs, target: Tensor) -> Tensor:
+        """The loss of one example that has no batch dimension, for use under vmap."""
+        output = self.network.one_output(trained, example)
+        return self.likelihood.loss(output.unsqueeze(0), target.unsqueeze(0)).squeeze(0)
+
+    def warn_if_far_from_optimum(self) -> None:
+        """Warn where the gradient of the cost is far from zero."""
+        if self.relative_gradient > _FAR_FROM_OPTIMUM:
+            warnings.warn(
+                "Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
+                f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
+                f"{self.relative_gradient:.0%} of the sum of its two parts. Train longer, or give "
+                "the l2 that the network was trained with (weight_decay of SGD and Adam; not of "
+                "AdamW).",
+                OptimumWarning,
+                stacklevel=3,
+            )
+
+    def _probe(self, batch: Batch) -> int:
+        """Check the outputs on one chunk; the number of outputs C."""
+        outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
+        if outputs.shape[0] != len(batch):
+            raise ModelError(
+                f"Model output: expected one row for each of {len(batch)} examples, got "
+                f"{tuple(outputs.shape)}."
+            )
+        again = self.network.outputs(dict(self.network.trained), batch.inputs)
+        if not torch.equal(outputs, again) and bool(outputs.isfinite().all()):
+            raise ModelError(
+                "Model output: expected the same outputs for the same inputs in eval mode, got "
+                "different ones. Turn off what is random in the forward pass."
+            )
+        sums_to_one = bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < 1e-3).all())
+        if sums_to_one and outputs.shape[1] > 1 and self.likelihood.name == "categorical":
+            warnings.warn(
+                "Model output: expected logits, got rows that are non-negative and sum to one. "
+                "If the model ends in a softmax, leave it out.",
+                ModelWarning,
+                stacklevel=4,
+            )
+        return outputs.shape[1]
+
+    def _loss_and_gradient(
+        self, on_chunk: Callable[[int, int], None] | None
+    ) -> tuple[float, Tensor]:
+        """Mean loss and its gradient (P,), with every loss and target checked on the way."""
+        trained = dict(self.network.trained)
+        total = torch.zeros(self.num_parameters, device=self.device, dtype=torch.float64)
+        loss_sum = 0.0
+        done = 0
+
+        def chunk_loss(at: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+            losses = self.losses(at, batch)
+            return losses.sum(), losses
+
+        for batch in self.chunks():
+            outputs = self.network.outputs(trained, batch.inputs)
+            assert batch.targets is not None
+            if outputs.shape[1] != self.num_outputs:
+                raise ModelError(
+                    f"Model output: expected {self.num_outputs} columns on every batch, got "
+                    f"{outputs.shape[1]}."
+                )
+            self.likelihood.check_targets(outputs, batch.targets)
+            gradient, losses = torch.func.grad(chunk_loss, has_aux=True)(trained, batch)
+            bad = int((~losses.isfinite()).sum())
+            if bad:
+                raise DataError(
+                    f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
+                    f"of {len(batch)} examples. Look for outputs that overflow."
+                )
+            loss_sum += float(losses.double().sum())
+            total += self.parameters.flatten(gradient)
+            done += len(batch)
+            if on_chunk is not None:
+                on_chunk(done, self.num_examples)
+        if not bool(total.isfinite().all()):
+            raise ModelError(
+                "Gradients: expected finite values, got NaN or infinity. Look for square roots "
+                "or logarithms at zero in the model."
+            )
+        return loss_sum / self.num_examples, (total / self.num_examples).to(self.dtype)
+
+
+def check_l2(l2: Any) -> float:
+    """λ as a float, refused unless it is finite and above zero."""
+    if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
+        raise BadValueError(
+            f"l2: expected a finite number above zero (the weight decay of the training cost), "
+            f"got {l2!r}."
+        )
+    return float(l2)

@@ -1,0 +1,84 @@
+"""Progress of long loops: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """One long loop: `with Progress("Hessian", total, "pair") as bar: bar.show(done, note)`.
+
+    Args:
+        title: what is being done.
+        total: how many units there are.
+        unit: their name.
+        enabled: whether to show anything.
+        stream: where to; stderr by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        unit: str,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._enabled = enabled
+        self._stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        self._started = self._printed = 0.0
+
+    def __enter__(self) -> Progress:
+        self._started = self._printed = time.monotonic()
+        if self._enabled and self._stream.isatty():
+            self._bar = tqdm(
+                total=self._total,
+                desc=self._title,
+                unit=self._unit,
+                file=self._stream,
+                leave=False,
+                dynamic_ncols=True,
+            )
+        return self
+
+    def show(self, done: int, note: str = "") -> None:
+        """Report that `done` units are finished, with a note such as the products so far."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            elapsed = now - self._started
+            left = f", about {elapsed * (self._total - done) / done:.0f} s left" if done else ""
+            extra = f", {note}" if note else ""
+            print(
+                f"{self._title}: {done}/{self._total} {self._unit}s{extra}, {elapsed:.0f} s{left}",
+                file=self._stream,
+                flush=True,
+            )
+
+    def show_products(self, products: int, done: int) -> None:
+        """Report as the eigensolvers do: the products so far, and the pairs that converged."""
+        self.show(done, f"{products} products")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,39 @@
+"""DeltaFit to a file: what goes into the header, and what into tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from deltabars import storage
+
+if TYPE_CHECKING:
+    from deltabars.fitted import DeltaFit
+
+TENSORS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
+
+
+def save(fit: DeltaFit, path: Any) -> None:
+    """Write a fit to one file."""
+    space = fit.network.parameters
+    header = {
+        "estimator": fit.estimator,
+        "l2": fit.l2,
+        "num_examples": fit.num_examples,
+        "likelihood": fit.likelihood.name,
+        "dtype": str(fit.network.dtype),
+        "parameters": [
+            {"name": name, "shape": list(shape)}
+            for name, shape in zip(space.names, space.shapes, strict=True)
+        ],
+        "weights": fit.weights,
+        "inputs": asdict(fit.signature),
+        "diagnostics": fit.diagnostics,
+        "statistics": {name: dict(pairs.statistics) for name, pairs in fit.spectra.items()},
+    }
+    tensors = {
+        f"{name}.{field}": getattr(pairs, field)
+        for name, pairs in fit.spectra.items()
+        for field in TENSORS
+    }
+    storage.write(path, header, tensors)

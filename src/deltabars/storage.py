@@ -1,0 +1,119 @@
+"""A fit on disk: one safetensors file with a JSON header. Reading it runs no code.
+
+The header is the entry `deltabars` of the safetensors metadata. It carries a format version and a
+digest of itself and of all tensors, so that an altered file is told from a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltabars.errors import CorruptFileError, FormatVersionError, StorageError
+
+FORMAT_VERSION = 1
+_ENTRY = "deltabars"
+_LONGEST_HEADER = 64 << 20
+
+
+def write(
+    path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a file, whole or not at all: to a temporary name beside it, then renamed."""
+    target = Path(path)
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = {**header, "format": FORMAT_VERSION}
+    content["digest"] = _digest(content, plain)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        save_file(plain, temporary, metadata={_ENTRY: json.dumps(content)})
+        with open(temporary, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"Cannot write {target}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a file.
+
+    Raises:
+        CorruptFileError: the file is not a deltabars file, truncated, or altered.
+        FormatVersionError: it was written in a newer format.
+        StorageError: it cannot be opened.
+    """
+    source = Path(path)
+    header = read_header(source)
+    try:
+        tensors = load_file(source)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFileError(
+            f"{source} is altered: its tensors cannot be read ({error})."
+        ) from error
+    stated = header.pop("digest", None)
+    if stated != _digest(header, tensors):
+        raise CorruptFileError(
+            f"{source} is altered: its content does not match its digest. Save the fit again."
+        )
+    return header, tensors
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The header alone, from a file whose length and format version are checked."""
+    source = Path(path)
+    try:
+        size = source.stat().st_size
+        with open(source, "rb") as handle:
+            start = handle.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
+            if length > _LONGEST_HEADER:
+                raise CorruptFileError(f"{source} is not a deltabars file.")
+            raw = handle.read(length)
+    except OSError as error:
+        raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
+    if len(raw) < length:
+        raise CorruptFileError(f"{source} is truncated: it ends inside its header.")
+    try:
+        outline = json.loads(raw)
+        metadata = outline.pop("__metadata__", {})
+        ends = [int(entry["data_offsets"][1]) for entry in outline.values()]
+        header = json.loads(metadata[_ENTRY]) if _ENTRY in metadata else None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CorruptFileError(f"{source} is altered: its header cannot be read.") from error
+    if not isinstance(header, dict):
+        raise CorruptFileError(f"{source} is not a deltabars file.")
+    found = header.get("format")
+    if not isinstance(found, int):
+        raise CorruptFileError(f"{source} is altered: its header has no format version.")
+    if found > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{source} has format {found}; this version of deltabars reads up to "
+            f"{FORMAT_VERSION}. Install a newer deltabars."
+        )
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        what = "truncated" if size < expected else "altered"
+        raise CorruptFileError(f"{source} is {what}: expected {expected} bytes, got {size}.")
+    return header
+
+
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

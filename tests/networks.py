@@ -1,0 +1,109 @@
+"""Small networks, in float64, trained to an optimum of their cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.oracles import LOSSES, Oracle
+
+
+class SharedWeights(nn.Module):
+    """One matrix used twice, and once more under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Softplus(), nn.Flatten(), nn.Dropout(0.5),
+        nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+NETWORKS = {
+    "dense": (dense, (4,)),
+    "convolutional": (convolutional, (1, 6, 6)),
+    "batch_norm": (batch_norm, (1, 6, 6)),
+    "shared": (SharedWeights, (4,)),
+}
+
+
+@dataclass
+class Case:
+    """A trained network, its data, inputs to predict, and the oracle that knows the answers."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    l2: float
+    unseen: Tensor
+    oracle: Oracle
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        return self.inputs, self.targets
+
+
+def make_targets(likelihood: str, count: int, generator: torch.Generator) -> Tensor:
+    if likelihood == "categorical":
+        return torch.randint(0, 3, (count,), generator=generator)
+    if likelihood == "bernoulli":
+        return torch.randint(0, 2, (count, 3), generator=generator)
+    return torch.randn(count, 3, generator=generator, dtype=torch.float64)
+
+
+def make_case(kind="dense", count=29, l2=0.05, seed=0, likelihood="categorical") -> Case:
+    """A network of that kind at an optimum of mean loss + (l2/2)·‖w‖² (full-batch L-BFGS)."""
+    build, shape = NETWORKS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build().double()
+    new = {"generator": generator, "dtype": torch.float64}
+    inputs, unseen = torch.randn(count, *shape, **new), torch.randn(7, *shape, **new)
+    targets = make_targets(likelihood, count, generator)
+    with torch.no_grad():
+        model.train()(inputs)  # gives batch-norm its running statistics
+    train(model.eval(), inputs, targets, l2, likelihood)
+    oracle = Oracle(model, inputs, targets, l2, likelihood=likelihood)
+    return Case(model, inputs, targets, l2, unseen, oracle)
+
+
+def train(model, inputs, targets, l2, likelihood="categorical", steps=400) -> None:
+    weights = list(model.parameters())
+    optimiser = torch.optim.LBFGS(
+        weights, max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+    def closure():
+        optimiser.zero_grad()
+        cost = LOSSES[likelihood](model(inputs), targets).mean()
+        cost = cost + 0.5 * l2 * sum(w.square().sum() for w in weights)
+        cost.backward()
+        return cost
+
+    optimiser.step(closure)
+    for weight in weights:
+        weight.grad = None
