@@ -30,22 +30,36 @@ def dense() -> nn.Module:
 
 def convolutional() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
     )
 
 
 def batch_norm() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Softplus(), nn.Flatten(), nn.Dropout(0.5),
-        nn.Linear(32, 3),
+        nn.Conv2d(1, 3, 3, stride=2), nn.BatchNorm2d(3), nn.Softplus(), nn.Flatten(),
+        nn.Dropout(0.5), nn.Linear(12, 3),
     )  # fmt: skip
 
 
+def rectified() -> nn.Module:
+    """Kinks: its Hessian is not positive definite, however long it is trained."""
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
+def linear() -> nn.Module:
+    """Convex: no eigenvalue of its Hessian is below l2."""
+    return nn.Linear(4, 3)
+
+
 NETWORKS = {
+    "linear": (linear, (4,)),
     "dense": (dense, (4,)),
     "convolutional": (convolutional, (1, 6, 6)),
     "batch_norm": (batch_norm, (1, 6, 6)),
     "shared": (SharedWeights, (4,)),
+    "rectified": (rectified, (1, 6, 6)),
 }
 
 

@@ -158,6 +158,7 @@ def unlabelled(raw: Any, signature: Signature) -> Batch:
     if isinstance(raw, Mapping):
         raw = {name: value for name, value in raw.items() if name != LABELS}
     elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
+        _check_not_inputs(raw[-1], signature)
         raw = tuple(raw[:-1])
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
@@ -176,14 +177,17 @@ def iterate(data: Any, batch_size: int) -> Iterable[Any]:
         return data
     if isinstance(data, Tensor | Mapping) or _is_tensors(data):
         return _slices(data, batch_size)
-    if isinstance(data, Iterator):
-        raise DataError(
-            "Data: expected data that can be read more than once, got a one-pass iterator "
-            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
-        )
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list):
-        return DataLoader(data, batch_size=batch_size)
-    if isinstance(data, torch.utils.data.IterableDataset):
+    if isinstance(data, tuple | list):
+        if any(hasattr(part, "__array__") for part in data):
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise DataError(
+                f"Data: expected tensors, got ({kinds}). Convert arrays with torch.from_numpy."
+            )
+        return data
+    is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, torch.utils.data.IterableDataset) or (
+        is_dataset and not isinstance(data, str | bytes)
+    ):
         return DataLoader(data, batch_size=batch_size)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         return data
@@ -198,13 +202,33 @@ def is_fixed(data: Any) -> bool:
     return isinstance(data, Tensor | Mapping) or _is_tensors(data)
 
 
+def check_can_be_read_again(data: Any) -> None:
+    """Refuse data that one pass uses up."""
+    if isinstance(data, Iterator):
+        raise DataError(
+            "Data: expected data that can be read more than once, got a one-pass iterator "
+            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
+        )
+
+
 def _is_tensors(data: object) -> bool:
     return (
         isinstance(data, tuple | list)
         and bool(data)
-        and all(isinstance(part, Tensor | Mapping) for part in data)
         and isinstance(data[-1], Tensor)
+        and all(isinstance(part, Tensor | Mapping) or _is_tensors(part) for part in data)
     )
+
+
+def _check_not_inputs(last: Any, signature: Signature) -> None:
+    """Refuse a second batch of inputs where targets may stand."""
+    if isinstance(last, Tensor) and last.ndim > 1 and last.is_floating_point():
+        kind = (str(last.dtype), tuple(last.shape[1:]))
+        if kind in zip(signature.dtypes, signature.shapes, strict=True):
+            raise DataError(
+                "Inputs: expected inputs, or inputs and targets, got one tensor of inputs more "
+                "than the model takes. Join batches with torch.cat, or give a DataLoader."
+            )
 
 
 def _slices(data: Any, batch_size: int) -> Iterator[Any]:
@@ -243,7 +267,10 @@ def _as_inputs(raw: Any) -> Inputs:
     if isinstance(raw, Mapping):
         if not raw:
             raise DataError("Inputs: expected at least one tensor, got an empty mapping.")
-        inputs: Inputs = {str(name): _as_tensor(value, str(name)) for name, value in raw.items()}
+        # Sorted, because a mapping's order means nothing and columns are joined by place.
+        inputs: Inputs = {
+            str(name): _as_tensor(raw[name], str(name)) for name in sorted(raw, key=str)
+        }
     elif isinstance(raw, tuple | list):
         if not raw:
             raise DataError("Inputs: expected at least one tensor, got none.")

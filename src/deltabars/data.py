@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, Signature, is_fixed, iterate, labelled, leaves, map_leaves
+from deltabars.batches import (
+    Batch,
+    Signature,
+    check_can_be_read_again,
+    is_fixed,
+    iterate,
+    labelled,
+    leaves,
+    map_leaves,
+)
 from deltabars.errors import DataError
 
 _READ_SIZE = 256  # examples a batch, where the data do not come in batches
@@ -23,7 +32,15 @@ class TrainingData:
     time at once, to make sure that a pass repeats (in any order).
     """
 
-    def __init__(self, data: Any, device: torch.device, dtype: torch.dtype, budget: int) -> None:
+    def __init__(
+        self,
+        data: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget: int,
+        report: Callable[[int, str], None] = lambda done, what: None,
+    ) -> None:
+        check_can_be_read_again(data)
         self._data = data
         self._device = device
         self._dtype = dtype
@@ -37,15 +54,19 @@ class TrainingData:
             signature = found if signature is None else signature.merge(found)
             self.num_examples += len(batch)
             self.fingerprint = _add(self.fingerprint, batch)
+            report(self.num_examples, "read")
             batch = batch.to(device, dtype)
             used += _bytes(batch)
-            kept = None if kept is None or used > budget else [*kept, batch]
+            if kept is not None:
+                kept.append(batch)
+            if used > budget:
+                kept = None
         if signature is None or self.num_examples == 0:
             raise DataError("Data: expected at least one example, got none: the data are empty.")
         self.signature = signature
         self.in_memory = kept is not None
         if not is_fixed(data):
-            self._check_repeats()
+            self._check_repeats(report)
         self._kept = None if kept is None else _join(kept, signature)
 
     def chunks(self, size: int) -> Iterator[Batch]:
@@ -66,11 +87,12 @@ class TrainingData:
             if len(batch):
                 yield batch
 
-    def _check_repeats(self) -> None:
+    def _check_repeats(self, report: Callable[[int, str], None]) -> None:
         count, fingerprint = 0, 0
         for batch in self._read():
             count += len(batch)
             fingerprint = _add(fingerprint, batch)
+            report(count, f"read again, of {self.num_examples}")
         if (count, fingerprint) != (self.num_examples, self.fingerprint):
             raise DataError(
                 "Data: expected the same examples on every pass (their order may change), got "

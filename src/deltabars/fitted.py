@@ -19,18 +19,20 @@ from deltabars.covariance import (
     warn_about_spectrum,
 )
 from deltabars.covariance.spread import BOUNDS
-from deltabars.curvature.base import per_example_errors
+from deltabars.curvature.base import model_errors
 from deltabars.curvature.sensitivity import check_space, sensitivities
 from deltabars.eigen import EigenPairs
-from deltabars.eigen.pairs import check_rank
+from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import resolve_budget, rows_within
 from deltabars.network import Network
+from deltabars.precision import full_precision
 from deltabars.prediction import Prediction
 from deltabars.problem import check_l2
 from deltabars.progress import Progress
 from deltabars.saving import save
+from deltabars.summation import inner
 
 _LARGEST_CHUNK = 256
 
@@ -124,7 +126,11 @@ class DeltaFit:
         """
         names = self._estimators(estimator)
         used = self.rank if rank is None else rank
-        check_rank(used, self.rank)
+        if not is_whole(used) or not 1 <= used <= self.rank:
+            raise BadValueError(
+                f"rank: expected a whole number from 1 to the {self.rank} fitted pairs, got "
+                f"{used!r}. Fit with a larger rank for more."
+            )
         check_space(space)
         if bound not in BOUNDS:
             raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
@@ -133,21 +139,24 @@ class DeltaFit:
                 "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
                 "estimate only."
             )
-        if batch_size is not None and batch_size < 1:
-            raise BadValueError(f"batch_size: expected at least 1, got {batch_size}.")
-        covariances = {name: self._covariance(name, used, full_rank) for name in names}
+        if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
+            raise BadValueError(
+                f"batch_size: expected a whole number from 1 on, got {batch_size!r}."
+            )
+        with full_precision(self.network.device):
+            covariances = {name: self._covariance(name, used, full_rank) for name in names}
         matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
         bases = {matrix: self.spectra[matrix].vectors[:used] for matrix in sorted(matrices)}
         parts: dict[str, list[Prediction]] = {name: [] for name in names}
         size = batch_size or self._chunk_size()
-        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else 0
+        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         done = 0
         with Progress("Predicting", total, "input", self.progress) as bar:
             for raw in iterate(inputs, size):
                 batch = unlabelled(raw, self.signature)
                 self._check_inputs(batch.inputs)
                 for chunk in batch.to(self.network.device, self.network.dtype).split(size):
-                    with self.network.evaluation(), per_example_errors():
+                    with self.network.evaluation(), model_errors():
                         outputs, sensitivity = sensitivities(
                             self.network, self.likelihood, chunk.inputs, bases, space
                         )
@@ -193,15 +202,16 @@ class DeltaFit:
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
         `fit.network.parameters.unflatten`.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if not is_whole(n) or n < 1:
             raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
         generator = torch.Generator().manual_seed(seed)
         shape = (n, self.num_parameters)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         noise = noise.to(self.network.device, self.network.dtype)
         vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
-        covariance = self._covariance(self.estimator, self.rank, True)
-        return self.network.point + covariance.root(vectors, noise)
+        with full_precision(self.network.device):
+            covariance = self._covariance(self.estimator, self.rank, True)
+            return self.network.point + covariance.root(vectors, noise)
 
     def save(self, path: Any) -> None:
         """Write the fit to one file; read it again with `deltabars.load(path, model)`."""
@@ -231,7 +241,7 @@ class DeltaFit:
     @cached_property
     def _overlap(self) -> Tensor:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
-        return (self.spectra["hessian"].vectors @ self.spectra["opg"].vectors.T).double()
+        return inner(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
     def _covariance(self, estimator: str, rank: int, full_rank: bool) -> Covariance:
         key = (estimator, rank, full_rank)
@@ -258,28 +268,33 @@ class DeltaFit:
             for name, needed in ESTIMATORS.items()
             if all(matrix in self.spectra for matrix in needed)
         ]
-        for name in names or ["nothing"]:
+        for name in names:
             if name not in served:
+                advice = f" Fit with estimator={name!r} for that one." if name in ESTIMATORS else ""
                 raise BadValueError(
                     f"estimator: expected one of {served}, which this {self.estimator} fit can "
-                    f"serve, got {name!r}. Fit with estimator={name!r} for that one."
+                    f"serve, got {name!r}.{advice}"
                 )
+        if not names:
+            raise BadValueError(f"estimator: expected one or more of {served}, got an empty list.")
         return names
 
     def _check_inputs(self, inputs: Any) -> None:
         self.signature.check(inputs)
         for leaf in leaves(inputs):
-            if leaf.device.type != "cpu" and leaf.device != self.network.device:
+            own = self.network.device
+            if leaf.device.type not in ("cpu", own.type):
+                places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
                 raise DataError(
-                    f"Inputs: expected tensors on {self.network.device} or the CPU, got "
-                    f"{leaf.device}."
+                    f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with "
+                    ".to(…)."
                 )
             if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 raise DataError("Inputs: expected finite values, got NaN or infinity.")
 
     def _chunk_size(self) -> int:
-        """Inputs at a time: F twice, and once in float64, within an eighth of the budget."""
+        """Inputs at a time: F and what it is made of within an eighth of the budget."""
         budget = resolve_budget(self.memory_budget, self.network.device)
         outputs = int(self.diagnostics["num_outputs"])
-        per_input = outputs * self.num_parameters * (2 * self.network.dtype.itemsize + 8)
+        per_input = outputs * self.num_parameters * 3 * self.network.dtype.itemsize
         return rows_within(budget // 8, per_input, most=_LARGEST_CHUNK)

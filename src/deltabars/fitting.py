@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import deltabars.eigen as eigen
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
-from deltabars.curvature.base import RowOperator
-from deltabars.eigen import EigenPairs
-from deltabars.eigen.pairs import audit, check_rank
+from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
 from deltabars.likelihoods import Likelihood
@@ -21,16 +17,13 @@ from deltabars.network import fingerprint
 from deltabars.parameters import Selection
 from deltabars.problem import Problem
 from deltabars.progress import Progress
+from deltabars.solving import SolverOptions, solve
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
     "hessian": HessianOperator,
     "opg": OPGOperator,
     "ggn": GGNOperator,
 }
-SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
-
-_ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
-_MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
 
 
 def fit(
@@ -90,9 +83,15 @@ def fit(
     recomputed rows; for the Hessian a few times K products of about three gradients over the
     data. Memory: a few times K·P numbers.
     """
-    _check_options(estimator, solver, rank)
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+        raise BadValueError(
+            f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
+            "serves hessian and opg as well."
+        )
+    options = SolverOptions(solver, rank, seed, residual_tolerance, max_products, smallest)
+    options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
-    with Progress("Reading the data", 0, "example", progress) as bar:
+    with Progress("Reading the data", None, "example", progress) as bar:
         problem = Problem(
             model,
             data,
@@ -102,7 +101,7 @@ def fit(
             device=device,
             dtype=dtype,
             memory_budget=memory_budget,
-            on_chunk=lambda done, total: bar.show(done, f"of {total}"),
+            on_progress=bar.show,
         )
     check_rank(rank, problem.num_parameters)
     problem.warn_if_far_from_optimum()
@@ -113,25 +112,16 @@ def fit(
         "relative_gradient": problem.relative_gradient,
         "num_outputs": problem.num_outputs,
         "data_fingerprint": f"{problem.data.fingerprint:016x}",
-        "seed": seed,
+        "seed": int(seed),
         "torch": torch.__version__,
         "device": str(problem.device),
-        "seconds": {"data": time.perf_counter() - started},
+        "seconds_reading": time.perf_counter() - started,
     }
-    options = {"tolerance": residual_tolerance, "max_products": max_products, "seed": seed}
     spectra = {}
     for name in ESTIMATORS[estimator]:
-        started = time.perf_counter()
         operator = OPERATORS[name](problem)
-        lower = smallest if name == "hessian" else 0
-        solve = _solver(solver, name, operator, rank, lower, options)
-        with Progress(f"Eigenpairs of the {name}", rank, "pair", progress) as bar:
-            pairs = solve(bar.show_products)
-        spectra[name] = pairs
-        diagnostics["seconds"][name] = time.perf_counter() - started
-        diagnostics[name] = {**pairs.statistics, **audit(operator, pairs, seed)}
-        diagnostics[name]["tail_below_l2"] = max(0.0, problem.l2 - pairs.least)
-        warn_about_spectrum(name, pairs.values, problem.l2, problem.num_parameters)
+        spectra[name], diagnostics[name] = solve(name, operator, options, progress)
+        warn_about_spectrum(name, spectra[name].values, problem.l2, problem.num_parameters)
     return DeltaFit(
         estimator=estimator,
         l2=problem.l2,
@@ -145,43 +135,3 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
-
-
-def _check_options(estimator: str, solver: str, rank: Any) -> None:
-    if estimator not in ESTIMATORS:
-        raise BadValueError(f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}.")
-    if solver not in SOLVERS:
-        raise BadValueError(f"solver: expected one of {list(SOLVERS)}, got {solver!r}.")
-    if solver == "incremental" and estimator == "hessian":
-        raise BadValueError(
-            "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got 'incremental', "
-            "which works on rows of gradients (opg, ggn, and the opg part of a sandwich)."
-        )
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise BadValueError(f"rank: expected a whole number from 1 to P, got {rank!r}.")
-
-
-def _solver(
-    solver: str,
-    name: str,
-    operator: CurvatureOperator,
-    rank: int,
-    smallest: int,
-    options: dict[str, Any],
-) -> Callable[[eigen.OnStep], EigenPairs]:
-    """The solver for one matrix, waiting only for where to report progress."""
-    size = operator.shape[0]
-    if solver == "auto":
-        small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
-        solver = "dense" if small else "krylov"
-    if solver == "dense":
-        return lambda report: eigen.dense(operator, rank, on_step=report)
-    if solver == "arpack":
-        return lambda report: eigen.arpack(operator, rank, on_step=report, **options)
-    if solver == "incremental" and isinstance(operator, RowOperator):
-        return lambda report: eigen.incremental_svd(operator, rank, on_step=report)
-    if name == "hessian":
-        return lambda report: eigen.lanczos(
-            operator, rank, smallest=smallest, on_step=report, **options
-        )
-    return lambda report: eigen.block_krylov(operator, rank, on_step=report, **options)

@@ -55,6 +55,11 @@ class Categorical(Likelihood):
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = outputs.shape[1]
+        if classes < 2:
+            raise DataError(
+                "Outputs: expected at least two logits for the categorical likelihood, got one. "
+                "For yes/no targets use likelihood='bernoulli' and targets of shape (N, 1)."
+            )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise DataError(
                 f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
@@ -63,7 +68,8 @@ class Categorical(Likelihood):
         if targets.shape != outputs.shape[:1]:
             raise DataError(
                 f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}."
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. Reshape them, for example "
+                "with .squeeze(1)."
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
@@ -166,7 +172,7 @@ def get_likelihood(name: str | Likelihood) -> Likelihood:
     """The likelihood of that name; a Likelihood is returned as it is."""
     if isinstance(name, Likelihood):
         return name
-    if name not in LIKELIHOODS:
+    if not isinstance(name, str) or name not in LIKELIHOODS:
         raise BadValueError(f"likelihood: expected one of {sorted(LIKELIHOODS)}, got {name!r}.")
     return LIKELIHOODS[name]
 

@@ -15,7 +15,7 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
         return free_bytes(device) // 2
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0:
         raise BadValueError(
-            f"memory_budget: expected a positive number of bytes, got {memory_budget!r}."
+            f"memory_budget: expected a whole number of bytes above zero, got {memory_budget!r}."
         )
     return memory_budget
 

@@ -7,19 +7,18 @@ The user's module is only ever *called*, with copies of its parameters and buffe
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.batches import Inputs, map_leaves
 from deltabars.errors import BadValueError, ModelError
-from deltabars.parameters import LastLayer, ParameterSpace, Selection
-
-_CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
+from deltabars.parameters import ParameterSpace, Selection
+from deltabars.precision import full_precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +58,26 @@ class Network:
                 f"Expected a model on one device, got {sorted(map(str, devices))}. "
                 "Move it with model.to(…), or name the device to compute on with device=."
             )
-        place = torch.device(device) if device is not None else next(iter(devices))
         kind = _working_dtype(state[space.names[0]].dtype, dtype)
-        copies = {
-            name: value.detach().to(place, kind if value.is_floating_point() else None, copy=True)
-            for name, value in state.items()
-        }
-        bad = [name for name, value in copies.items() if not bool(value.isfinite().all())]
+        try:
+            place = torch.device(device) if device is not None else next(iter(devices))
+            copies = {
+                name: value.detach().to(
+                    place, kind if value.is_floating_point() else None, copy=True
+                )
+                for name, value in state.items()
+            }
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise BadValueError(
+                f"device: expected one that torch has here, got {device!r} "
+                f"({str(error).splitlines()[0]})."
+            ) from error
+        weights = [name for name, _ in model.named_parameters()]
+        bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
-                f"Expected finite weights, got NaN or infinity in {', '.join(bad[:6])}."
+                f"Expected finite weights, got NaN or infinity in {', '.join(bad[:6])}. "
+                "Did the training diverge?"
             )
         trained = {name: copies.pop(name) for name in space.names}
         return cls(model, space, trained, copies, place, kind)
@@ -94,34 +103,40 @@ class Network:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
-    def check_last_layer(self, selection: object, num_outputs: int) -> None:
-        """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
-        if isinstance(selection, LastLayer) and not any(
-            shape and shape[0] == num_outputs for shape in self.parameters.shapes
-        ):
-            raise ModelError(
-                f"last_layer(): expected the last registered layer to produce the {num_outputs} "
-                f"outputs, got {', '.join(self.parameters.names)}. Name the right one with "
-                "params=[…]."
-            )
+    def check_last_layer(self, example: Inputs) -> None:
+        """Refuse a `last_layer()` selection that is not what produces the outputs.
+
+        Each output must depend on one row of each of its parameters, and on no other.
+        """
+        rows = torch.func.jacrev(self.one_output)(dict(self.trained), example)
+        for name, jacobian in rows.items():  # (C, *shape)
+            reach = jacobian.reshape(*jacobian.shape[:2], -1).abs().sum(-1)
+            diagonal = reach.ndim == 2 and reach.shape[0] == reach.shape[1]
+            if not diagonal or not torch.equal(reach, reach.diag().diag()) or not reach.any():
+                raise ModelError(
+                    "last_layer(): expected the last registered layer to produce the outputs, got "
+                    f"{name}, which does not. Name the right one with params=[…]."
+                )
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Compute in eval mode and full precision; everything is as before afterwards."""
         training = [module for module in self.model.modules() if module.training]
+        # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
+        hooked = [(module, module._backward_hooks) for module in self.model.modules()]
+        hooked = [(module, hooks) for module, hooks in hooked if hooks]
         for module in training:
             module.training = False
+        for module, _ in hooked:
+            module._backward_hooks = OrderedDict()
         try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),  # torch.func turns gradients on where it needs them
-                torch.autocast(self.device.type, enabled=False),
-                _full_float32(self.device),
-            ):
+            with full_precision(self.device):
                 yield
         finally:
             for module in training:
                 module.training = True
+            for module, hooks in hooked:
+                module._backward_hooks = hooks
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -140,7 +155,7 @@ def _working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     supported = (torch.float32, torch.float64)
     if asked is not None and asked not in supported:
         raise BadValueError(
-            f"dtype: expected torch.float32 or torch.float64, got {asked}: "
+            f"dtype: expected torch.float32 or torch.float64, got {asked!r}: "
             "curvature needs the digits."
         )
     if asked is None and not own.is_floating_point:
@@ -160,23 +175,7 @@ def _logits(result: object) -> Tensor:
         )
     if result.ndim != 2:
         raise ModelError(
-            f"Model output: expected logits of shape (B, C), got {tuple(result.shape)}."
+            f"Model output: expected logits of shape (B, C), got {tuple(result.shape)}. Wrap the "
+            "model in a module that reshapes them."
         )
     return result
-
-
-@contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
-    """No TF32: its error (3e-4 on a tail vector) is of the order of λ itself."""
-    if device.type != "cuda":
-        yield
-        return
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv)
-    before = [switch.fp32_precision for switch in switches]
-    for switch in switches:
-        switch.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,9 +111,10 @@ def _chosen_names(
         return set(parameters)
     if isinstance(selection, LastLayer):
         selection = selection.names(model)
-    if callable(selection):
+    if callable(selection) and not isinstance(selection, torch.nn.Module):
         return _by_predicate(parameters, selection)
-    patterns = [selection] if isinstance(selection, str) else list(selection)
+    given = [selection] if isinstance(selection, str) else selection
+    patterns = list(given) if isinstance(given, Iterable) else []
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise BadValueError(
             f"params: expected None, name patterns or a predicate, got {selection!r}. "
@@ -123,7 +124,13 @@ def _chosen_names(
 
 
 def _by_predicate(parameters: Mapping[str, Tensor], predicate: Predicate) -> set[str]:
-    takes_one = len(inspect.signature(predicate).parameters) == 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [
+        parameter
+        for parameter in inspect.signature(predicate).parameters.values()
+        if parameter.kind in positional and parameter.default is inspect.Parameter.empty
+    ]
+    takes_one = len(needed) == 1
     chosen = {
         name
         for name, value in parameters.items()

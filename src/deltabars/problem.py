@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, Inputs
+from deltabars.batches import Batch, Inputs, map_leaves
 from deltabars.data import TrainingData
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
 from deltabars.likelihoods import Likelihood, get_likelihood
 from deltabars.memory import resolve_budget
 from deltabars.network import Network
-from deltabars.parameters import ParameterSpace, Selection
+from deltabars.parameters import LastLayer, ParameterSpace, Selection
 
 _CHUNK = {"cpu": 256}  # examples a chunk; small ones stay in the cache of a CPU
 _CHUNK_ELSEWHERE = 2048
@@ -41,6 +41,7 @@ class Problem:
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
         chunk_size: examples that are worked on at a time.
+        on_progress: called with the examples done and what is being done with them.
 
     Raises:
         ModelError, DataError, BadValueError: with what was expected, found, and to be done.
@@ -60,19 +61,21 @@ class Problem:
         dtype: torch.dtype | None = None,
         memory_budget: int | None = None,
         chunk_size: int | None = None,
-        on_chunk: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
         self.l2 = check_l2(l2)
         self.likelihood = get_likelihood(likelihood)
         self.network = Network.capture(model, parameters, device, dtype)
         self.memory_budget = resolve_budget(memory_budget, self.device)
         self.chunk_size = chunk_size or _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
-        self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2)
+        report = on_progress or (lambda done, what: None)
+        self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2, report)
         with self.network.evaluation():
             first = next(iter(self.chunks()))
             self.num_outputs = self._probe(first)
-            self.network.check_last_layer(parameters, self.num_outputs)
-            self.mean_loss, self._data_gradient = self._loss_and_gradient(on_chunk)
+            if isinstance(parameters, LastLayer):
+                self.network.check_last_layer(map_leaves(lambda leaf: leaf[0], first.inputs))
+            self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
 
     @property
     def parameters(self) -> ParameterSpace:
@@ -143,7 +146,7 @@ class Problem:
         if outputs.shape[0] != len(batch):
             raise ModelError(
                 f"Model output: expected one row for each of {len(batch)} examples, got "
-                f"{tuple(outputs.shape)}."
+                f"{tuple(outputs.shape)}. The first dimension must count examples."
             )
         again = self.network.outputs(dict(self.network.trained), batch.inputs)
         if not torch.equal(outputs, again) and bool(outputs.isfinite().all()):
@@ -161,9 +164,7 @@ class Problem:
             )
         return outputs.shape[1]
 
-    def _loss_and_gradient(
-        self, on_chunk: Callable[[int, int], None] | None
-    ) -> tuple[float, Tensor]:
+    def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
         """Mean loss and its gradient (P,), with every loss and target checked on the way."""
         trained = dict(self.network.trained)
         total = torch.zeros(self.num_parameters, device=self.device, dtype=torch.float64)
@@ -193,8 +194,7 @@ class Problem:
             loss_sum += float(losses.double().sum())
             total += self.parameters.flatten(gradient)
             done += len(batch)
-            if on_chunk is not None:
-                on_chunk(done, self.num_examples)
+            report(done, f"gradient of {self.num_examples}")
         if not bool(total.isfinite().all()):
             raise ModelError(
                 "Gradients: expected finite values, got NaN or infinity. Look for square roots "

@@ -17,7 +17,7 @@ class Progress:
 
     Args:
         title: what is being done.
-        total: how many units there are.
+        total: how many units there are, where that is known.
         unit: their name.
         enabled: whether to show anything.
         stream: where to; stderr by default.
@@ -26,7 +26,7 @@ class Progress:
     def __init__(
         self,
         title: str,
-        total: int,
+        total: int | None,
         unit: str,
         enabled: bool = True,
         stream: TextIO | None = None,
@@ -43,7 +43,7 @@ class Progress:
             self._bar = tqdm(
                 total=self._total,
                 desc=self._title,
-                unit=self._unit,
+                unit=f" {self._unit}",
                 file=self._stream,
                 leave=False,
                 dynamic_ncols=True,
@@ -62,10 +62,13 @@ class Progress:
         if now - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = now
             elapsed = now - self._started
-            left = f", about {elapsed * (self._total - done) / done:.0f} s left" if done else ""
+            of, left = "", ""
+            if self._total:
+                of = f"/{self._total}"
+                left = f", about {elapsed * (self._total - done) / done:.0f} s left" if done else ""
             extra = f", {note}" if note else ""
             print(
-                f"{self._title}: {done}/{self._total} {self._unit}s{extra}, {elapsed:.0f} s{left}",
+                f"{self._title}: {done}{of} {self._unit}s{extra}, {elapsed:.0f} s{left}",
                 file=self._stream,
                 flush=True,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class CurvatureOperator(ABC):
         Cost: one pass over the data.
         """
         self._check_vectors(vectors)
-        with self.problem.network.evaluation():
+        with self.problem.network.evaluation(), model_errors():
             total = self._data_sum(vectors)
         return total / self.problem.num_examples + self.problem.l2 * vectors
 
@@ -143,7 +144,7 @@ class RowOperator(CurvatureOperator):
         per_example = self._rows_per_example * self._bytes_per_row
         size = rows_within(room, per_example, most=self.problem.chunk_size)
         for batch in self.problem.chunks(size):
-            with self.problem.network.evaluation(), per_example_errors():
+            with self.problem.network.evaluation(), model_errors():
                 block = self._rows(batch)
             if not bool(block.isfinite().all()):
                 raise ModelError(
@@ -172,15 +173,16 @@ class RowOperator(CurvatureOperator):
         """The rows (n, P) of a batch, example by example."""
 
 
-class per_example_errors:  # noqa: N801 - reads as a clause: with per_example_errors()
-    """Say what `vmap` could not do in terms of the user's model."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and "vmap" in str(error):
-            raise ModelError(
-                "Model: expected a forward pass that torch.func.vmap can take one example at a "
-                f"time, got one that it cannot: {str(error).splitlines()[0]}"
-            ) from error
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """Say in terms of the user's model what `torch.func` could not do with it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(
+            "Model: expected a forward pass that torch.func can differentiate (no in-place changes "
+            "of buffers, no branches on values), got one that it cannot: "
+            f"{str(error).splitlines()[0]}"
+        ) from error

@@ -12,6 +12,7 @@ from deltabars.batches import Inputs
 from deltabars.errors import BadValueError
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
+from deltabars.summation import inner
 
 SPACES = ("probability", "logit")
 
@@ -65,9 +66,8 @@ def sensitivities(
         value = likelihood.mean(outputs)
         rows = likelihood.push_forward(outputs, rows)
     # Squares of these are subtracted from one another later on: from here on in float64.
-    exact = rows.double()
-    gram = exact @ exact.mT
-    projections = {name: (rows @ basis.T).double() for name, basis in bases.items()}
+    gram = inner(rows, rows)
+    projections = {name: inner(rows, basis) for name, basis in bases.items()}
     return outputs, Sensitivity(value, gram, projections)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import DeltaBarsError
+from deltabars.summation import inner
 
 
 class Basis:
@@ -33,7 +34,7 @@ class Basis:
         """Subtract from each row of `vectors` its projection on the basis, once."""
         vectors = vectors.clone()
         for panel in self._filled():
-            vectors.addmm_(vectors @ panel.T, panel, alpha=-1)
+            vectors.addmm_(inner(vectors, panel).to(self._dtype), panel, alpha=-1)
         return vectors
 
     def combine(self, coefficients: Tensor) -> Tensor:
@@ -59,13 +60,16 @@ class Basis:
 def orthonormal_rows(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows W (b, P) as R·V with V (b, P) orthonormal: V, R (b, b), and R's singular values (b,).
 
-    V comes from a QR factorisation, so it is orthonormal whatever the rank of W; the rows of V
-    are rotated to the singular directions, so that what is dependent is in the last ones.
+    V comes from a QR factorisation, so it is orthonormal whatever the rank of W, but in float32
+    for no more than five digits: a Cholesky factor of its own inner products mends that. The rows
+    of V are rotated to the singular directions, so that what is dependent is in the last ones.
     """
     columns, triangle = torch.linalg.qr(vectors.T)  # W = triangleᵀ columnsᵀ
-    left, strengths, right = torch.linalg.svd(triangle.T.double())
-    rows = right.to(vectors.dtype) @ columns.T
-    return rows, left * strengths, strengths
+    near = columns.T.contiguous()
+    factor = torch.linalg.cholesky(inner(near, near))  # near = factor·(orthonormal)
+    left, strengths, right = torch.linalg.svd(triangle.T.double() @ factor)
+    turn = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
+    return turn.to(vectors.dtype) @ near, left * strengths, strengths
 
 
 def extend(

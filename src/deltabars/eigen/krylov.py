@@ -29,6 +29,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.errors import BadValueError
+from deltabars.summation import inner
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
@@ -180,7 +181,7 @@ class _Run:
         while True:
             basis.append(block)
             image = self.matrix.matmat(block)  # (b, P)
-            middle = (block.double() @ image.double().T).cpu()
+            middle = inner(block, image).cpu()
             diagonal.append((middle + middle.T) / 2)
             norm = max(norm, float(middle.abs().max()))
             done = basis.rows - offset

@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.summation import inner
 
 LEAST_RITZ = "smallest_ritz_value"
 
@@ -100,11 +102,16 @@ def lower_scale(values: Tensor, largest: Tensor) -> Tensor:
 
 def check_rank(rank: int, size: int) -> None:
     """Refuse a rank that is not a whole number from 1 to P."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= size:
+    if not is_whole(rank) or not 1 <= rank <= size:
         raise BadValueError(
             f"rank: expected a whole number from 1 to P = {size} (which gives the exact answer), "
             f"got {rank!r}."
         )
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number (NumPy's count; True and False do not)."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -136,15 +143,15 @@ def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
         ‖Aq − λq‖; `largest_residual` as the solver reported it.
     """
     vectors = pairs.vectors
-    inner = (vectors @ vectors.T).double()
-    inner.diagonal().sub_(1.0)
+    gram = inner(vectors, vectors)
+    gram.diagonal().sub_(1.0)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
     signs = signs.to(vectors.device, vectors.dtype)
     image = operator.matmat((signs @ vectors)[None])[0]
     rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
     return {
-        "orthogonality": float(inner.abs().max()),
+        "orthogonality": float(gram.abs().max()),
         "residual_rms": float(rest.norm()) / len(pairs) ** 0.5,
         "largest_residual": float(pairs.residuals.max()),
     }

@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all their own set-up, with Python 3.11 or later and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Threads that wait asleep: on a busy machine, spinning ones slow small networks down tenfold.
+export OMP_WAIT_POLICY := passive
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/deltabars demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo peers.txt
+	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps -r peers.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

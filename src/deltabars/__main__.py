@@ -1,0 +1,7 @@
+"""`python -m deltabars`."""
+
+import sys
+
+from deltabars.cli import main
+
+sys.exit(main())

@@ -1,0 +1,25 @@
+"""Numbers that summarise predictions with error bars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A least-squares line y ≈ intercept + slope·x, and the share of variance it explains."""
+
+    r2: float
+    intercept: float
+    slope: float
+
+
+def regression(x: Tensor, y: Tensor) -> Regression:
+    """Regress y on x over all their elements (the paper's comparison of estimators)."""
+    x, y = x.double().flatten(), y.double().flatten()
+    dx, dy = x - x.mean(), y - y.mean()
+    slope = float((dx @ dy) / (dx @ dx))
+    r2 = float((dx @ dy) ** 2 / ((dx @ dx) * (dy @ dy)))
+    return Regression(r2, float(y.mean()) - slope * float(x.mean()), slope)

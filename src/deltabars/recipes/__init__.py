@@ -1,0 +1,1 @@
+"""Ready-made experiments: data, network, training and fit in one place."""

@@ -1,0 +1,1 @@
+"""Pictures of fits and predictions (matplotlib, an extra)."""

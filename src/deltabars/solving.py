@@ -1,0 +1,114 @@
+"""Which eigensolver a matrix gets, and how good its answer is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import deltabars.eigen as eigen
+from deltabars.curvature import CurvatureOperator, HessianOperator
+from deltabars.curvature.base import RowOperator
+from deltabars.eigen import EigenPairs
+from deltabars.eigen.pairs import audit, is_whole
+from deltabars.errors import BadValueError
+from deltabars.precision import full_precision
+from deltabars.progress import Progress
+
+SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
+
+_ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
+_MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How eigenpairs are to be found; the fields are those of `fit`, checked."""
+
+    solver: str
+    rank: int
+    seed: int
+    tolerance: float | None
+    max_products: int | None
+    smallest: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.solver, str) or self.solver not in SOLVERS:
+            raise BadValueError(f"solver: expected one of {list(SOLVERS)}, got {self.solver!r}.")
+        if not is_whole(self.rank) or self.rank < 1:
+            raise BadValueError(f"rank: expected a whole number from 1 to P, got {self.rank!r}.")
+        if not is_whole(self.seed):
+            raise BadValueError(f"seed: expected a whole number, got {self.seed!r}.")
+        if self.max_products is not None and (
+            not is_whole(self.max_products) or self.max_products < 1
+        ):
+            raise BadValueError(
+                f"max_products: expected a whole number from 1 on, got {self.max_products!r}."
+            )
+        if not is_whole(self.smallest) or self.smallest < 0:
+            raise BadValueError(
+                f"smallest: expected a whole number from 0 on, got {self.smallest!r}."
+            )
+        if self.tolerance is not None and not (
+            isinstance(self.tolerance, int | float) and self.tolerance > 0
+        ):
+            raise BadValueError(
+                f"residual_tolerance: expected a number above zero, got {self.tolerance!r}."
+            )
+
+    def check_for(self, matrices: tuple[str, ...]) -> None:
+        """Refuse options that none of the matrices to be solved can follow."""
+        if self.solver == "incremental" and matrices == ("hessian",):
+            raise BadValueError(
+                "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got "
+                "'incremental', which works on rows of gradients (opg, ggn, and the opg part of a "
+                "sandwich)."
+            )
+        if self.smallest and ("hessian" not in matrices or self.solver == "arpack"):
+            raise BadValueError(
+                f"smallest: expected 0, got {self.smallest}: the lower end of the spectrum is "
+                "computed for a Hessian, by the solvers 'krylov' and 'dense'. (That of opg and ggn "
+                "is λ.)"
+            )
+
+
+def solve(
+    name: str, operator: CurvatureOperator, options: SolverOptions, progress: bool
+) -> tuple[EigenPairs, dict[str, Any]]:
+    """The eigenpairs of one matrix; and how they were found, how good they are, and how long
+    they took.
+    """
+    started = time.perf_counter()
+    with (
+        full_precision(operator.device),
+        Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
+    ):
+        pairs = _run(operator, options, bar)
+        quality = audit(operator, pairs, options.seed)
+    below = max(0.0, operator.problem.l2 - pairs.least)
+    seconds = time.perf_counter() - started
+    return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
+
+
+def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> EigenPairs:
+    rank, report = options.rank, bar.show_products
+    common: dict[str, Any] = {
+        "tolerance": options.tolerance,
+        "max_products": options.max_products,
+        "seed": options.seed,
+    }
+    size = operator.shape[0]
+    kind = options.solver
+    if kind == "auto":
+        small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
+        kind = "dense" if small else "krylov"
+    if kind == "dense":
+        return eigen.dense(operator, rank, on_step=report)
+    if kind == "arpack":
+        return eigen.arpack(operator, rank, on_step=report, **common)
+    if kind == "incremental" and isinstance(operator, RowOperator):
+        return eigen.incremental_svd(operator, rank, on_step=report)
+    if isinstance(operator, HessianOperator):
+        smallest = min(options.smallest, size - rank)
+        return eigen.lanczos(operator, rank, smallest=smallest, on_step=report, **common)
+    return eigen.block_krylov(operator, rank, on_step=report, **common)

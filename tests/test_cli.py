@@ -1,0 +1,94 @@
+"""The command line and the demonstration, run as a user runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltabars.recipes.digits import load_digits
+
+
+def deltabars(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deltabars", *arguments], capture_output=True, text=True, cwd=cwd
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return deltabars("demo", "--quiet", cwd=folder), folder
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern!r} in:\n{text}"
+    return float(found.group(1).replace(",", ""))
+
+
+def test_demo_converges_and_tells_sizes(demo):
+    done, _ = demo
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert number(r"test (\d\.\d+)", done.stdout) > 0.93
+    assert number(r"gradient norm +([\d.e-]+)", done.stdout) < 0.002
+    assert number(r"parameters P +([\d,]+)", done.stdout) == 1898
+    assert number(r"examples N +([\d,]+)", done.stdout) == 1297
+    rank = number(r"eigenpairs K +([\d,]+)", done.stdout)
+    l2 = number(r"λ +([\d.]+)\n", done.stdout)
+    assert 0 < rank < 1898
+    for name in ("hessian", "opg", "ggn"):
+        assert number(rf"λ_K of {name} +([\d.]+)", done.stdout) > l2
+
+
+def test_demo_wrong_predictions_have_higher_scores(demo):
+    done, _ = demo
+    for name in ("hessian", "opg", "sandwich", "ggn"):
+        found = re.search(rf"\n  {name} +([\d.]+) +([\d.]+) +[\d.]+%", done.stdout)
+        assert found, done.stdout
+        right, wrong = map(float, found.groups())
+        assert wrong > 2 * right
+
+
+def test_demo_estimators_agree_on_the_order(demo):
+    done, _ = demo
+    for pair in ("hessian → opg", "hessian → sandwich", "opg → sandwich"):
+        assert number(rf"{pair} +(\d\.\d+)", done.stdout) > 0.9  # R²
+
+
+def test_demo_draws_a_picture(demo):
+    done, folder = demo
+    picture = folder / "deltabars-demo.png"
+    assert "deltabars-demo.png" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 10_000
+
+
+def test_digits_are_the_bundled_scans():
+    digits = load_digits()
+    assert digits.train_images.shape == (1297, 1, 8, 8)
+    assert digits.test_images.shape == (500, 1, 8, 8)
+    assert float(digits.train_images.max()) == 1.0
+
+
+def test_bad_folder_is_one_line_and_exit_code_1(tmp_path):
+    done = deltabars("demo", "--out", str(tmp_path / "no" / "x.png"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "expected a folder that exists" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("demo", "--nonsense")])
+def test_wrong_usage_is_exit_code_2(arguments):
+    done = deltabars(*arguments)
+    assert done.returncode == 2
+    assert "usage: deltabars" in done.stderr
+
+
+def test_help_has_an_example():
+    assert "demo" in deltabars("--help").stdout
+    assert "example: deltabars demo" in deltabars("demo", "--help").stdout

@@ -1,0 +1,290 @@
+"""The same examples in any form give the same fit; what is read is told apart by a fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import deltabars
+from deltabars.data import TrainingData
+from tests.networks import make_case
+
+# Float64, and at most the order of 29 additions differs: a few hundred units of 1e-16.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+ROOMY = 1 << 30
+CPU = torch.device("cpu")
+
+
+class Named(nn.Module):
+    """A model that is called as model(x=…)."""
+
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+
+    def forward(self, x):
+        return self.core(x)
+
+
+class Halves(Named):
+    """A model of two inputs."""
+
+    def forward(self, first, second):
+        return self.core(torch.cat([first, second], dim=1))
+
+
+class Examples(Dataset):
+    """A Dataset of whatever `example(i)` is."""
+
+    def __init__(self, count, example):
+        self.count, self.example = count, example
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return self.example(i)
+
+
+class Stream(IterableDataset):
+    """Examples one after the other, without a length."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def __iter__(self):
+        return zip(*self.columns, strict=True)
+
+
+def loader(*columns, **options):
+    return DataLoader(TensorDataset(*columns), **options)
+
+
+def batches(*columns, size=7):
+    return list(zip(*(column.split(size) for column in columns), strict=True))
+
+
+def mappings(**columns):
+    names = list(columns)
+    return [dict(zip(names, batch, strict=True)) for batch in batches(*columns.values())]
+
+
+def halves(x):
+    return x[:, :2], x[:, 2:]
+
+
+POSITIONAL = {
+    "dataset": TensorDataset,
+    "loader of 1": lambda x, y: loader(x, y, batch_size=1),
+    "loader of 7": lambda x, y: loader(x, y, batch_size=7),
+    "loader of all": lambda x, y: loader(x, y, batch_size=len(y)),
+    "loader of more": lambda x, y: loader(x, y, batch_size=100),
+    "shuffling loader": lambda x, y: loader(x, y, batch_size=7, shuffle=True),
+    "loader of examples": lambda x, y: DataLoader(list(zip(x, y, strict=True)), batch_size=5),
+    "list of batches": batches,
+    "list of one batch": lambda x, y: [(x, y)],
+    "list of a pair": lambda x, y: [x, y],
+    "ragged batches": lambda x, y: [(x[:1], y[:1]), (x[1:1], y[1:1]), (x[1:], y[1:])],
+    "map-style dataset": lambda x, y: Examples(len(y), lambda i: (x[i], int(y[i]))),
+    "iterable dataset": Stream,
+    "loader of a stream": lambda x, y: DataLoader(Stream(x, y), batch_size=7),
+    "narrow labels": lambda x, y: (x, y.to(torch.uint8)),
+    "strided tensors": lambda x, y: (x.T.contiguous().T, y.repeat_interleave(2)[::2]),
+}
+NAMED = {
+    "mapping of tensors": lambda x, y: {"x": x, "labels": y},
+    "labels first": lambda x, y: {"labels": y, "x": x},
+    "mapping batches": lambda x, y: mappings(x=x, labels=y),
+    "dataset of mappings": lambda x, y: Examples(len(y), lambda i: {"x": x[i], "labels": y[i]}),
+    "loader of mappings": lambda x, y: DataLoader(
+        Examples(len(y), lambda i: {"x": x[i], "labels": int(y[i])}), batch_size=7
+    ),
+    "mapping and targets": lambda x, y: ({"x": x}, y),
+}
+TWO_INPUTS = {
+    "tensors": lambda x, y: (*halves(x), y),
+    "dataset": lambda x, y: TensorDataset(*halves(x), y),
+    "loader": lambda x, y: loader(*halves(x), y, batch_size=7),
+    "list of batches": lambda x, y: batches(*halves(x), y),
+    "nested batches": lambda x, y: [(halves(x), y)],
+    "nested tensors": lambda x, y: (halves(x), y),
+    "mapping": lambda x, y: dict(zip(("first", "second", "labels"), (*halves(x), y), strict=True)),
+    "mapping in another order": lambda x, y: [
+        {"first": x[:9, :2], "second": x[:9, 2:], "labels": y[:9]},
+        {"labels": y[9:], "second": x[9:, 2:], "first": x[9:, :2]},
+    ],
+}
+FORMS = [
+    *[pytest.param(lambda core: core, form, id=name) for name, form in POSITIONAL.items()],
+    *[pytest.param(Named, form, id=f"named, {name}") for name, form in NAMED.items()],
+    *[pytest.param(Halves, form, id=f"two inputs, {name}") for name, form in TWO_INPUTS.items()],
+]
+UNSEEN = {
+    "tensor": lambda u: u,
+    "pair with labels": lambda u: (u, torch.zeros(len(u), dtype=torch.long)),
+    "dataset": TensorDataset,
+    "dataset with labels": lambda u: TensorDataset(u, torch.zeros(len(u), dtype=torch.long)),
+    "loader": lambda u: loader(u, batch_size=3),
+    "loader with labels": lambda u: loader(u, torch.zeros(len(u), dtype=torch.long), batch_size=3),
+    "loader of bare inputs": lambda u: DataLoader(Examples(len(u), lambda i: u[i]), batch_size=2),
+    "batches with labels": lambda u: batches(u, torch.zeros(len(u)), size=3),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost a tiny network a hundred times its arithmetic where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case()
+
+
+def fit(case, data, wrap=lambda core: core, **options):
+    settings = {"l2": case.l2, "rank": 5, "estimator": "sandwich", "progress": False, **options}
+    return deltabars.fit(wrap(case.model), data, **settings)
+
+
+@pytest.fixture(scope="module")
+def reference(case):
+    return fit(case, case.data)
+
+
+def assert_same_predictions(found, expected):
+    for name in ("mean", "std", "std_error", "std_low", "std_high", "score", "score_error"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), **EXACT)
+    assert torch.equal(found.label, expected.label)
+
+
+def assert_same_fit(found, expected, inputs, expected_inputs):
+    assert found.num_examples == expected.num_examples == 29
+    for matrix, pairs in expected.spectra.items():
+        torch.testing.assert_close(found.spectra[matrix].values, pairs.values, **EXACT)
+    assert_same_predictions(found.predict(inputs), expected.predict(expected_inputs))
+
+
+def in_form(wrap, form, inputs):
+    """Inputs to predict, in a form that suits the model and the form of its training data."""
+    if wrap is Named:
+        return {"x": inputs}
+    if wrap is Halves and form in (TWO_INPUTS["mapping"], TWO_INPUTS["mapping in another order"]):
+        return dict(zip(("first", "second"), halves(inputs), strict=True))
+    return halves(inputs) if wrap is Halves else inputs
+
+
+@pytest.mark.parametrize(("wrap", "form"), FORMS)
+def test_the_form_of_the_data_does_not_matter(case, reference, wrap, form):
+    found = fit(case, form(*case.data), wrap)
+    assert_same_fit(found, reference, in_form(wrap, form, case.unseen), case.unseen)
+
+
+@pytest.mark.parametrize("form", ["loader of 7", "shuffling loader", "iterable dataset", "pair"])
+@pytest.mark.parametrize("estimator", ["sandwich", "ggn"])
+def test_data_beyond_the_memory_budget_are_streamed(case, form, estimator):
+    data = POSITIONAL[form](*case.data) if form in POSITIONAL else case.data
+    budget = case.inputs.nbytes  # half of it is for the data
+    problem = deltabars.Problem(case.model, data, l2=case.l2, memory_budget=budget)
+    assert not problem.data.in_memory
+    found = fit(case, data, estimator=estimator, memory_budget=budget)
+    expected = fit(case, case.data, estimator=estimator, memory_budget=ROOMY)
+    assert_same_fit(found, expected, case.unseen, case.unseen)
+
+
+@pytest.mark.parametrize("solver", ["krylov", "incremental"])
+def test_iterative_solvers_stream_as_well(case, solver):
+    settings = {"solver": solver, "rank": 29, "estimator": "opg"}  # all 29 rows: none is cut off
+    expected = fit(case, case.data, **settings)
+    found = fit(case, loader(*case.data, batch_size=3), memory_budget=2000, **settings)
+    torch.testing.assert_close(
+        found.spectra["opg"].values, expected.spectra["opg"].values, rtol=1e-9, atol=1e-9
+    )  # both stop at residuals of 1e-10
+
+
+@pytest.mark.parametrize("form", UNSEEN)
+def test_inputs_to_predict_in_any_form(case, reference, form):
+    found = reference.predict(UNSEEN[form](case.unseen))
+    assert_same_predictions(found, reference.predict(case.unseen))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda a, b: {"first": a, "second": b},
+        lambda a, b: {"second": b, "first": a},
+        lambda a, b: {"first": a, "labels": torch.zeros(len(a)), "second": b},
+        lambda a, b: mappings(first=a, second=b),
+        lambda a, b: Examples(len(a), lambda i: {"first": a[i], "second": b[i]}),
+    ],
+    ids=["in order", "in another order", "with labels", "batches", "dataset"],
+)
+def test_mappings_to_predict(case, reference, inputs):
+    done = fit(case, TWO_INPUTS["mapping"](*case.data), Halves)
+    found = done.predict(inputs(*halves(case.unseen)))
+    assert_same_predictions(found, reference.predict(case.unseen))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
+@pytest.mark.parametrize("form", ["tensor", "loader with labels"])
+def test_the_batch_size_of_predictions_does_not_matter(case, reference, form, batch_size):
+    found = reference.predict(UNSEEN[form](case.unseen), batch_size=batch_size)
+    assert_same_predictions(found, reference.predict(case.unseen))
+
+
+def fingerprint(data, dtype=torch.float64, budget=ROOMY):
+    return TrainingData(data, CPU, dtype, budget).fingerprint
+
+
+@pytest.mark.parametrize(
+    "form", sorted(POSITIONAL.keys() - {"narrow labels"})
+)  # those are other bits
+def test_the_fingerprint_depends_on_neither_order_nor_batches(case, form):
+    expected = fingerprint(case.data)
+    assert fingerprint(POSITIONAL[form](*case.data)) == expected
+    assert fingerprint(POSITIONAL[form](*case.data), budget=1) == expected
+    order = torch.randperm(29, generator=torch.Generator().manual_seed(0))
+    assert fingerprint((case.inputs[order], case.targets[order])) == expected
+
+
+def test_the_fingerprint_does_not_depend_on_the_precision_of_the_fit(case):
+    assert fingerprint(case.data, torch.float32) == fingerprint(case.data, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool],
+    ids=str,
+)
+def test_the_fingerprint_sees_every_change(dtype):
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(0, 2, (9, 2, 3, 3), generator=generator).to(dtype)
+    labels = torch.arange(9) % 3
+    found = {fingerprint((images, labels))}
+    for n in range(9):
+        for pixel in range(18):
+            changed = images.clone().view(9, -1)
+            changed[n, pixel] = 1 - changed[n, pixel].long()
+            found.add(fingerprint((changed.view_as(images), labels)))
+        for label in range(3):
+            if label != int(labels[n]):
+                found.add(fingerprint((images, labels.index_fill(0, torch.tensor(n), label))))
+    found.add(fingerprint((images, labels.roll(1))))
+    found.add(fingerprint((images.flip(3), labels)))
+    found.add(fingerprint((images[:-1], labels[:-1])))
+    found.add(fingerprint((torch.cat([images, images[:1]]), torch.cat([labels, labels[:1]]))))
+    assert len(found) == 1 + 9 * 18 + 9 * 2 + 4
+
+
+def test_the_fingerprint_sees_the_last_bit_and_the_role_of_an_input(case):
+    x, y = case.data
+    nudged = x.clone()
+    nudged[11, 2] = torch.nextafter(x[11, 2], torch.tensor(9.0, dtype=x.dtype))
+    first, second = halves(x)
+    found = [fingerprint(data) for data in ((x, y), (nudged, y), (first, second, y))]
+    assert len({*found, fingerprint((second, first, y))}) == 4

@@ -1,0 +1,181 @@
+"""Every solver on matrices of known spectrum, hard ones among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
+from deltabars.eigen.pairs import audit, residual_scale
+from deltabars.errors import BadValueError, ConvergenceWarning, DeltaBarsError
+from tests.spectra import SIZE, SPECTRA, matrix_with
+
+SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov, "dense": dense, "arpack": arpack}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 9, 30, SIZE])
+@pytest.mark.parametrize("spectrum", list(SPECTRA))
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_finds_the_largest_pairs(solver, spectrum, rank):
+    if solver == "arpack" and (rank == SIZE or spectrum == "zero"):
+        pytest.skip("ARPACK needs rank < P and a matrix that is not zero")
+    values = SPECTRA[spectrum].sort(descending=True).values[:rank]
+    matrix = matrix_with(SPECTRA[spectrum])
+    pairs = SOLVERS[solver](matrix, rank)
+    scale = float(residual_scale(values).max())
+    eye = torch.eye(rank, dtype=torch.float64)
+
+    assert len(pairs) == rank
+    # An eigenvalue is off by the residual at the most; solvers stop at 1e-10.
+    torch.testing.assert_close(pairs.values, values, rtol=0, atol=1e-9 * scale)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-12)
+    norms = (matrix @ pairs.vectors.T - pairs.vectors.T * pairs.values).norm(dim=0)
+    assert float((norms / residual_scale(pairs.values)).max()) < 1e-9
+    assert bool((pairs.values.diff() <= 0).all())
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_krylov])
+def test_reported_residuals_are_the_measured_ones(solver):
+    matrix = matrix_with(SPECTRA["decaying"])
+    pairs = solver(matrix, 12, tolerance=1e-4)
+    norms = (matrix @ pairs.vectors.T - pairs.vectors.T * pairs.values).norm(dim=0)
+    torch.testing.assert_close(
+        pairs.residuals, norms / residual_scale(pairs.values), rtol=1e-6, atol=1e-12
+    )
+    assert float(pairs.residuals.max()) <= 1e-4
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_krylov])
+def test_float32_reaches_its_tolerance(solver):
+    matrix = matrix_with(SPECTRA["decaying"])
+    pairs = solver(matrix.float(), 20)
+    exact = SPECTRA["decaying"].sort(descending=True).values[:20]
+    assert pairs.vectors.dtype == torch.float32
+    # The matrix itself is rounded to float32, and so are the products: ‖A‖ = 30, eps = 1.2e-7.
+    torch.testing.assert_close(pairs.values, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_of_repeated_eigenvalues_are_found():
+    values = torch.tensor([7.0] * 5 + [3.0] * 4 + [0.1] * 51, dtype=torch.float64)
+    for solver in (lanczos, block_krylov):
+        pairs = solver(matrix_with(values), 7)
+        assert pairs.values.tolist() == pytest.approx([7.0] * 5 + [3.0] * 2)
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_krylov])
+def test_both_ends_of_the_spectrum(solver):
+    exact = SPECTRA["indefinite"].sort().values
+    pairs = solver(matrix_with(SPECTRA["indefinite"]), 5, smallest=6)
+    torch.testing.assert_close(pairs.smallest[:6], exact[:6], rtol=0, atol=1e-9)
+    assert float(pairs.smallest_residuals[:6].max()) <= 1e-10
+    assert pairs.least == pytest.approx(float(exact[0]))
+    assert float(pairs.values[0]) == pytest.approx(float(exact[-1]))
+
+
+def test_dense_returns_the_rest_of_the_spectrum():
+    exact = SPECTRA["spread"].sort().values
+    pairs = dense(matrix_with(SPECTRA["spread"]), 5)
+    torch.testing.assert_close(pairs.smallest, exact[:-5], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_krylov, arpack])
+def test_one_seed_gives_one_answer(solver):
+    matrix = matrix_with(SPECTRA["decaying"])
+    first, again, other = (solver(matrix, 6, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.vectors, again.vectors)
+    assert torch.equal(first.values, again.values)
+    torch.testing.assert_close(first.values, other.values, rtol=1e-9, atol=0)
+    assert not torch.equal(first.vectors, other.vectors)
+
+
+def test_products_are_counted_and_few():
+    matrix = matrix_with(torch.cat([SPECTRA["decaying"] + 1, torch.full((440,), 0.01)]).double())
+    pairs = lanczos(matrix, 10, tolerance=1e-6)
+    assert pairs.statistics["products"] < 60
+    assert pairs.statistics["converged"] == 10
+
+
+@pytest.mark.parametrize("solver", [lanczos, block_krylov])
+def test_unconverged_pairs_are_counted_in_a_warning(solver):
+    matrix = matrix_with(SPECTRA["spread"])
+    with pytest.warns(ConvergenceWarning, match=r"got \d+ that have not converged; the largest"):
+        pairs = solver(matrix, 10, max_products=14)
+    assert pairs.statistics["products"] <= 14
+    assert len(pairs) == 10
+    assert float(pairs.residuals.max()) > 1e-3
+
+
+def test_progress_is_reported():
+    seen: list[tuple[int, int]] = []
+    lanczos(matrix_with(SPECTRA["decaying"]), 8, on_step=lambda *state: seen.append(state))
+    products, converged = zip(*seen, strict=True)
+    assert list(products) == sorted(products)
+    assert max(converged) <= 8
+    assert converged[-1] > 0
+
+
+def test_audit_measures_what_is_wrong():
+    matrix = matrix_with(SPECTRA["decaying"])
+    pairs = lanczos(matrix, 8)
+
+    class Operator:
+        shape = matrix.shape
+
+        def matmat(self, rows):
+            return rows @ matrix
+
+    class Other(Operator):
+        def matmat(self, rows):
+            return rows @ matrix + 0.1 * rows
+
+    right, wrong = audit(Operator(), pairs), audit(Other(), pairs)
+    assert right["residual_rms"] < 1e-9
+    assert right["orthogonality"] < 1e-12
+    assert wrong["residual_rms"] == pytest.approx(0.1)
+
+
+def test_shifted_pairs_are_those_of_the_shifted_matrix():
+    matrix = matrix_with(SPECTRA["indefinite"])
+    moved = lanczos(matrix, 6, tolerance=1e-3).shifted(2.5)
+    shifted = matrix + 2.5 * torch.eye(SIZE, dtype=torch.float64)
+    norms = (shifted @ moved.vectors.T - moved.vectors.T * moved.values).norm(dim=0)
+    torch.testing.assert_close(
+        moved.residuals, norms / residual_scale(moved.values), rtol=1e-6, atol=1e-12
+    )
+    assert moved.least == pytest.approx(float(torch.linalg.eigvalsh(shifted)[0]), abs=1e-2)
+
+
+def test_incremental_svd_completes_a_basis_beyond_the_rows():
+    rows = torch.randn(4, 9, dtype=torch.float64)
+    pairs = incremental_svd([rows[:2], rows[2:]], 7)
+    eye = torch.eye(7, dtype=torch.float64)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-12)
+    exact = torch.linalg.eigvalsh(rows.T @ rows / 4).flip(0)[:7]
+    torch.testing.assert_close(pairs.values, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lanczos(torch.eye(4), 0), "rank: expected a whole number from 1 to P = 4"),
+        (lambda: lanczos(torch.eye(4), 5), "got 5"),
+        (lambda: lanczos(torch.zeros(4, 3), 1), "expected a square one"),
+        (lambda: lanczos(torch.eye(4), 1, tolerance=0.0), "tolerance"),
+        (lambda: lanczos(torch.eye(4), 3, max_products=2), "max_products: expected at least 3"),
+        (lambda: lanczos(torch.eye(4), 3, smallest=2), "smallest: expected 0 to 1"),
+        (lambda: block_krylov(torch.eye(4), 2, block_size=0), "block_size"),
+        (lambda: arpack(torch.eye(4), 4), "expected below P = 4 for ARPACK"),
+        (lambda: incremental_svd(3.0, 1), "expected rows"),
+        (lambda: incremental_svd([], 1), "at least one block"),
+        (lambda: lanczos(torch.full((3, 3), float("nan")), 1), "finite"),
+        (lambda: lanczos("no matrix", 1), "square"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(BadValueError, match=message):
+        call()
+
+
+def test_arpack_failure_says_what_to_use():
+    with pytest.raises(DeltaBarsError, match="solver='krylov'"):
+        arpack(torch.zeros(8, 8, dtype=torch.float64), 2)

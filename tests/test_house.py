@@ -1,0 +1,68 @@
+"""Rules of the house that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deltabars
+
+ROOT = Path(__file__).resolve().parents[1]
+_TORCH_INSIDE = "ignore:`torch.jit.script`:DeprecationWarning"  # from torch.func.jvp
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) < 300
+
+
+@pytest.mark.parametrize("room", ["eigen", "covariance"])
+def test_solvers_and_covariances_do_not_know_torch_nn(room):
+    for path in (ROOT / "src" / "deltabars" / room).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("torch.nn"), path
+            if isinstance(node, ast.Import):
+                assert not any(name.name.startswith("torch.nn") for name in node.names), path
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) != "torch.nn", path
+
+
+def test_the_core_needs_no_extra():
+    """Import everything but the recipes and see that no optional library came along."""
+    program = (
+        "import sys, deltabars, deltabars.cli, deltabars.metrics, deltabars.ranking\n"
+        "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas'}\n"
+        "print(sorted(extras & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_every_python_block_runs(page, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    program = "\n".join(blocks)  # a page is read from top to bottom
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", _TORCH_INSIDE, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_public_names():
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{deltabars.__version__}"' in project
+    assert f"[{deltabars.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    for name in deltabars.__all__:
+        assert hasattr(deltabars, name)
+    assert (ROOT / "src/deltabars/py.typed").exists()

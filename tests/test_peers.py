@@ -1,0 +1,282 @@
+"""deltabars against the field's own libraries: curvlinops, laplace-torch, SciPy, scikit-learn."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deltabars
+from deltabars import Problem, eigen
+from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
+from deltabars.errors import SpectrumWarning
+from tests.networks import make_case
+
+KINDS = ("dense", "convolutional", "rectified")
+OPERATORS = {"hessian": HessianOperator, "ggn": GGNOperator, "opg": OPGOperator}
+RANK = 6
+BATCH = 8  # of 29 examples: the last batch is ragged
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Networks this small gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request):
+    return make_case(request.param)
+
+
+def import_peer(name):
+    """The module, or a skip. A peer's own warnings at import are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name}, the peer to compare with, is absent")
+
+
+def batches(case):
+    return list(zip(case.inputs.split(BATCH), case.targets.split(BATCH), strict=True))
+
+
+def curvlinops_operator(case, matrix):
+    """curvlinops' operator of the mean loss: λ is not in it. Its EF is (1/N) Σ gₙ gₙᵀ for
+    reduction="mean".
+    """
+    curvlinops = import_peer("curvlinops")
+    kind = {
+        "hessian": curvlinops.HessianLinearOperator,
+        "ggn": curvlinops.GGNLinearOperator,
+        "opg": curvlinops.EFLinearOperator,
+    }[matrix]
+    loss = nn.CrossEntropyLoss(reduction="mean")
+    return kind(case.model, loss, list(case.model.parameters()), batches(case))
+
+
+def dense_form(operator):
+    return (operator @ torch.eye(operator.shape[1], dtype=torch.float64)).detach()
+
+
+def deltabars_operator(case, matrix):
+    return OPERATORS[matrix](Problem(case.model, case.data, l2=case.l2))
+
+
+def largest(matrix, rank=RANK):
+    return torch.linalg.eigvalsh(matrix).flip(0)[:rank]
+
+
+def assert_eigenpairs(pairs, matrix, tolerance):
+    """The values are the largest ones, the rows orthonormal, and A q = λ q."""
+    rank = len(pairs)
+    torch.testing.assert_close(pairs.values, largest(matrix, rank), rtol=0, atol=tolerance)
+    products = pairs.vectors @ matrix
+    torch.testing.assert_close(
+        products, pairs.values[:, None] * pairs.vectors, rtol=0, atol=tolerance
+    )
+    eye = torch.eye(rank, dtype=torch.float64)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=tolerance)
+
+
+class TestCurvlinops:
+    @pytest.mark.parametrize("matrix", OPERATORS)
+    def test_matrices_agree(self, case, matrix):
+        theirs = dense_form(curvlinops_operator(case, matrix))
+        theirs += case.l2 * torch.eye(len(theirs), dtype=torch.float64)
+        ours = deltabars_operator(case, matrix).to_dense()
+        # Entries are of the order of one and less: float64 sums of 29 terms in two orders.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+    @pytest.mark.parametrize("matrix", OPERATORS)
+    @pytest.mark.parametrize("solve", [eigen.lanczos, eigen.block_krylov])
+    def test_solvers_take_its_operators(self, case, matrix, solve):
+        operator = curvlinops_operator(case, matrix)
+        pairs = solve(operator, RANK)
+        # The solver stops at residuals of 1e-10 times the largest value, which is under 100.
+        assert_eigenpairs(pairs, dense_form(operator), 1e-8)
+
+
+class TestSciPy:
+    @pytest.mark.parametrize("matrix", OPERATORS)
+    def test_eigsh_takes_our_operators(self, case, matrix):
+        linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
+        operator = deltabars_operator(case, matrix)
+        start = np.random.default_rng(0).standard_normal(operator.shape[0])
+        values, columns = linalg.eigsh(operator.to_scipy(), k=RANK, which="LA", v0=start)
+        exact = case.oracle.matrix(matrix)
+        # eigsh works to machine precision; the oracle sums in another order.
+        np.testing.assert_allclose(values[::-1], largest(exact), rtol=0, atol=1e-10)
+        np.testing.assert_allclose(exact.numpy() @ columns, columns * values, rtol=0, atol=1e-10)
+
+    def test_matvec_and_matmat_are_the_matrix(self, case):
+        pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
+        operator = deltabars_operator(case, "hessian").to_scipy()
+        exact = case.oracle.hessian().numpy()
+        columns = np.random.default_rng(1).standard_normal((exact.shape[0], 3))
+        # Float64 sums in two orders.
+        np.testing.assert_allclose(operator @ columns, exact @ columns, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            operator.matvec(columns[:, 0]), exact @ columns[:, 0], rtol=0, atol=1e-10
+        )
+        np.testing.assert_allclose(
+            operator.rmatvec(columns[:, 0]), exact.T @ columns[:, 0], rtol=0, atol=1e-10
+        )
+
+    @pytest.mark.parametrize("form", ["scipy", "numpy", "torch"])
+    @pytest.mark.parametrize("solve", [eigen.lanczos, eigen.block_krylov, eigen.arpack])
+    def test_solvers_take_plain_matrices(self, case, form, solve):
+        linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
+        exact = case.oracle.hessian()
+        forms = {
+            "scipy": lambda: linalg.aslinearoperator(exact.numpy()),
+            "numpy": exact.numpy,
+            "torch": lambda: exact,
+        }
+        # The solvers stop at residuals of 1e-10 times the largest value, which is under 100.
+        assert_eigenpairs(solve(forms[form](), RANK), exact, 1e-8)
+
+
+class TestLaplaceTorch:
+    @pytest.fixture
+    def float64_default(self):
+        """laplace-torch's curvlinops backend multiplies an identity of torch's default type."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(before)
+
+    def their_prediction(self, case):
+        laplace = import_peer("laplace")
+        backend = import_peer("laplace.curvature.curvlinops").CurvlinopsGGN
+        data = torch.utils.data.TensorDataset(*case.data)
+        posterior = laplace.Laplace(
+            case.model,
+            "classification",
+            subset_of_weights="all",
+            hessian_structure="full",
+            # Its precision is Σ JᵀSJ + prior·I, which is N times METHOD's GGN.
+            prior_precision=case.l2 * len(data),
+            backend=backend,
+        )
+        posterior.fit(torch.utils.data.DataLoader(data, batch_size=BATCH))
+        return posterior._glm_predictive_distribution(case.unseen)
+
+    @pytest.mark.usefixtures("float64_default")
+    def test_logit_covariance_agrees(self, case):
+        mean, covariance = self.their_prediction(case)
+        fit = deltabars.fit(
+            case.model,
+            case.data,
+            l2=case.l2,
+            estimator="ggn",
+            rank=case.oracle.size,
+            progress=False,
+        )
+        out = fit.predict(case.unseen, space="logit", covariance=True)
+        # The same forward pass, up to the batch it runs in.
+        torch.testing.assert_close(out.mean, mean, rtol=0, atol=1e-10)
+        # laplace-torch inverts by a Cholesky factor of the inverse: some digits less than ours.
+        torch.testing.assert_close(out.covariance, covariance, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            out.variance, covariance.diagonal(dim1=1, dim2=2), rtol=1e-6, atol=1e-9
+        )
+
+
+class TestIncrementalSVD:
+    @pytest.fixture
+    def rows(self, case):
+        return case.oracle.gradients()
+
+    @pytest.mark.parametrize("rank", [2, 5])
+    def test_centred_is_incremental_pca(self, rows, rank):
+        decomposition = import_peer("sklearn.decomposition")
+        theirs = decomposition.IncrementalPCA(n_components=rank)
+        for block in rows.split(BATCH):
+            theirs.partial_fit(block.numpy())
+        ours = eigen.incremental_svd(rows.split(BATCH), rank, centred=True)
+        count = len(rows)
+        # The same recurrence in float64; values are of the order of one and less. scikit-learn
+        # divides by n − 1, deltabars by n.
+        expected = torch.from_numpy(theirs.explained_variance_) * (count - 1) / count
+        torch.testing.assert_close(ours.values, expected, rtol=0, atol=1e-8)
+        singular = torch.from_numpy(theirs.singular_values_)
+        torch.testing.assert_close((count * ours.values).sqrt(), singular, rtol=0, atol=1e-8)
+        overlaps = ours.vectors @ torch.from_numpy(theirs.components_).T
+        eye = torch.eye(rank, dtype=torch.float64)  # up to the sign of each component
+        torch.testing.assert_close(overlaps.abs(), eye, rtol=0, atol=1e-8)
+
+    def test_centring_matters(self, rows):
+        centred = eigen.incremental_svd(rows.split(BATCH), RANK, centred=True)
+        uncentred = eigen.incremental_svd(rows.split(BATCH), RANK)
+        # Else the test above could not tell the two apart: at an optimum the mean row is −λω̂.
+        assert (uncentred.values - centred.values).abs().max() > 1e-3
+
+    def test_untruncated_is_exact(self, rows):
+        rank = min(rows.shape)
+        pairs = eigen.incremental_svd(rows.split(BATCH), rank)
+        exact = rows.T @ rows / len(rows)
+        # Squares of singular values in float64.
+        assert_eigenpairs(pairs, exact, 1e-10)
+        assert pairs.statistics["discarded_energy"] < 1e-10  # rounding: nothing was cut
+
+    @pytest.mark.parametrize("rank", [1, 3, 10])
+    def test_truncation_loses_at_most_what_it_reports(self, rows, rank):
+        pairs = eigen.incremental_svd(rows.split(BATCH), rank)
+        lost = largest(rows.T @ rows / len(rows), rank) - pairs.values
+        rounding = 1e-12  # of sums in float64
+        assert (lost >= -rounding).all()
+        assert (lost <= pairs.statistics["discarded_energy"] + rounding).all()
+        assert lost.max() > 1e-6  # the cut is felt: else this test shows nothing
+
+
+def fitted(case, estimator, solver):
+    return deltabars.fit(
+        case.model,
+        case.data,
+        l2=case.l2,
+        estimator=estimator,
+        rank=case.oracle.size,
+        solver=solver,
+        progress=False,
+    )
+
+
+class TestIncrementalFit:
+    @pytest.mark.parametrize(
+        ("kind", "estimator"),
+        [
+            ("dense", "opg"),
+            ("convolutional", "opg"),
+            ("rectified", "opg"),
+            ("dense", "sandwich"),
+            ("convolutional", "sandwich"),
+        ],
+    )
+    def test_at_full_rank_it_is_exact(self, kind, estimator):
+        case = make_case(kind)
+        fit = fitted(case, estimator, "incremental")
+        assert fit.spectra["opg"].statistics["solver"] == "incremental"
+        out = fit.predict(case.unseen, covariance=True)
+        exact = case.oracle.covariance(estimator, case.unseen)
+        # Inverses of matrices with condition numbers of some hundreds, in float64.
+        torch.testing.assert_close(out.covariance, exact, rtol=1e-8, atol=1e-10)
+        std = case.oracle.std(estimator, case.unseen)
+        torch.testing.assert_close(out.std, std, rtol=1e-8, atol=1e-10)
+
+    def test_sandwich_of_an_indefinite_hessian_is_the_dense_solver_s(self):
+        case = make_case("rectified")
+        assert torch.linalg.eigvalsh(case.oracle.hessian())[0] < 0
+        predictions = []
+        for solver in ("incremental", "dense"):
+            with pytest.warns(SpectrumWarning, match="Expected positive eigenvalues"):
+                fit = fitted(case, "sandwich", solver)
+            predictions.append(fit.predict(case.unseen, covariance=True))
+        ours, dense = predictions
+        # Lanczos stops at residuals of 1e-10; the least positive value of H is 8e-3.
+        torch.testing.assert_close(ours.covariance, dense.covariance, rtol=1e-6, atol=1e-9)

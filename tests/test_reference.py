@@ -1,0 +1,182 @@
+"""Three solvers on the paper's MNIST network, with its reference weights and 1,000 images."""
+
+from __future__ import annotations
+
+import gzip
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deltabars import Problem, eigen
+from deltabars.curvature import HessianOperator, OPGOperator
+
+DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the reference data are absent: {DATA}")
+
+L2 = 0.01
+COUNT = 1000
+RANK = {"hessian": 6, "opg": 8}
+
+
+class PaperNetwork(nn.Module):
+    """Three convolutions, two poolings, two dense layers: P = 93,322."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.conv3 = nn.Conv2d(64, 64, 3)
+        self.fc1 = nn.Linear(576, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, images):
+        x = functional.max_pool2d(self.conv1(images).relu(), 2)
+        x = functional.max_pool2d(self.conv2(x).relu(), 2)
+        x = self.conv3(x).relu().flatten(1)
+        return self.fc2(self.fc1(x).relu())
+
+
+def read_idx(path, count):
+    """The first `count` items of a gzipped idx file of bytes."""
+    with gzip.open(path) as file:
+        dimensions = file.read(4)[3]
+        shape = np.frombuffer(file.read(4 * dimensions), dtype=">u4").astype(int)
+        shape[0] = count
+        items = np.frombuffer(file.read(int(shape.prod())), dtype=np.uint8)
+    return torch.from_numpy(items.reshape(shape).copy())
+
+
+def read_mnist(part, count=COUNT):
+    images = read_idx(DATA / "mnist" / f"{part}-images-idx3-ubyte.gz", count)
+    labels = read_idx(DATA / "mnist" / f"{part}-labels-idx1-ubyte.gz", count)
+    return images[:, None].float() / 255, labels.long()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads save a third of the time, or take thirty times as long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    network = PaperNetwork().eval()
+    with np.load(DATA / "reference" / "lenet_mnist_seed0.npz") as weights:
+        network.load_state_dict({name: torch.from_numpy(weights[name]) for name in weights})
+    return network
+
+
+@pytest.fixture(scope="module")
+def data():
+    return read_mnist("train")
+
+
+@pytest.fixture(scope="module")
+def problem(model, data):
+    # Gradients of 373 MB are kept within a quarter of the budget; a chunk of 64 stays in cache.
+    return Problem(model, data, l2=L2, memory_budget=4 << 30, chunk_size=64)
+
+
+@pytest.fixture(scope="module")
+def hessian_pairs(problem):
+    return solve_three_ways(HessianOperator(problem), RANK["hessian"])
+
+
+@pytest.fixture(scope="module")
+def opg(problem):
+    return OPGOperator(problem)
+
+
+@pytest.fixture(scope="module")
+def opg_pairs(opg):
+    return solve_three_ways(opg, RANK["opg"])
+
+
+def solve_three_ways(operator, rank):
+    """Eigenpairs by solver. A Hessian product takes a second: the limits let the Krylov solvers
+    converge with two or three products to spare; where that is too few they warn, and so fail.
+    """
+    # Ritz values err by the square of the residual over the gap: 1e-3 serves values to 1e-4.
+    tolerance = 1e-3
+    return {
+        "lanczos": eigen.lanczos(operator, rank, tolerance=tolerance, max_products=2 * rank + 4),
+        "block_krylov": eigen.block_krylov(
+            operator, rank, block_size=2, tolerance=tolerance, max_products=2 * rank + 8
+        ),
+        "arpack": eigen.arpack(operator, rank, tolerance=tolerance),
+    }
+
+
+def double_backward_product(model, data, vector):
+    """(∇²(mean loss) + λI)·v by two plain backward passes: nothing of deltabars."""
+    images, labels = data
+    weights = list(model.parameters())
+    loss = functional.cross_entropy(model(images), labels)
+    gradient = torch.autograd.grad(loss, weights, create_graph=True)
+    along = torch.cat([part.reshape(-1) for part in gradient]) @ vector
+    product = torch.autograd.grad(along, weights)
+    return torch.cat([part.reshape(-1) for part in product]) + L2 * vector
+
+
+def assert_solvers_agree(pairs):
+    for one, other in combinations(pairs.values(), 2):
+        # Products in float32, orthogonalised in float32: some 1e-5 between solvers.
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=0)
+        # Up to signs the vectors are the same ones. They err by the residual (1e-3 of a value)
+        # over the gap (at least 7e-2 of it).
+        overlaps = (one.vectors @ other.vectors.T).abs()
+        torch.testing.assert_close(overlaps, torch.eye(len(one)), rtol=0, atol=0.02)
+
+
+def test_reference_weights_classify_unseen_digits(model):
+    images, labels = read_mnist("t10k")
+    with torch.no_grad():
+        accuracy = (model(images).argmax(1) == labels).double().mean()
+    assert accuracy > 0.96  # 0.981 on all 10,000; the first 1,000 are among the harder ones
+
+
+def test_training_cost(model, data, problem):
+    images, labels = data
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(images), labels).item()
+        cost = loss + 0.5 * L2 * sum(w.square().sum().item() for w in model.parameters())
+    assert problem.num_parameters == 93_322
+    assert problem.mean_loss == pytest.approx(loss, rel=1e-5)  # float32, chunks against a whole
+    assert np.isfinite(cost)
+    assert cost == pytest.approx(0.258, rel=0.1)  # that of all 60,000; the loss varies by a tenth
+
+
+def test_solvers_agree_on_the_hessian(hessian_pairs):
+    assert_solvers_agree(hessian_pairs)
+
+
+def test_solvers_agree_on_the_opg(opg_pairs):
+    assert_solvers_agree(opg_pairs)
+
+
+def test_largest_hessian_pair_is_an_eigenpair(model, data, hessian_pairs):
+    value, vector = hessian_pairs["lanczos"].values[0].item(), hessian_pairs["lanczos"].vectors[0]
+    # The solvers orthonormalise in float32, over 93,322 entries.
+    assert vector.double().norm().item() == pytest.approx(1.0, abs=1e-4)
+    product = double_backward_product(model, data, vector)
+    # The largest pair converges first, far below the tolerance: what is left is float32.
+    assert (product - value * vector).norm().item() < 1e-4 * value
+
+
+def test_opg_values_are_those_of_the_gram_matrix(opg, opg_pairs):
+    gram = torch.zeros(COUNT, COUNT, dtype=torch.float64)
+    for columns in torch.cat(list(opg.row_blocks())).split(4096, dim=1):
+        gram += (columns @ columns.T).double()
+    exact = torch.linalg.eigvalsh(gram / COUNT).flip(0)[: RANK["opg"]] + L2
+    for pairs in opg_pairs.values():
+        # As between the solvers: 1e-5 by float32.
+        torch.testing.assert_close(pairs.values, exact, rtol=1e-4, atol=0)
