@@ -133,15 +133,6 @@ UNSEEN = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost a tiny network a hundred times its arithmetic where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def case():
     return make_case()

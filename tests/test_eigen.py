@@ -55,6 +55,27 @@ def test_float32_reaches_its_tolerance(solver):
     torch.testing.assert_close(pairs.values, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", [lanczos, block_krylov])
+def test_float32_vectors_of_a_large_matrix_are_orthonormal(solver):
+    """Float32 dot products of 10⁵ numbers are good for five digits: too few."""
+    size = 100_000
+    diagonal = torch.full((size,), 0.01)
+    diagonal[:40] = torch.logspace(-1, 1.5, 40)
+
+    class Diagonal:
+        shape, dtype, device = (size, size), torch.float32, torch.device("cpu")
+
+        def matmat(self, rows):
+            return rows * diagonal
+
+    pairs = solver(Diagonal(), 25)
+    exact = pairs.vectors.double()
+    eye = torch.eye(25, dtype=torch.float64)
+    torch.testing.assert_close(exact @ exact.T, eye, rtol=0, atol=1e-6)
+    largest = diagonal.sort(descending=True).values[:25].double()
+    torch.testing.assert_close(pairs.values, largest, rtol=2e-6, atol=0)
+
+
 def test_copies_of_repeated_eigenvalues_are_found():
     values = torch.tensor([7.0] * 5 + [3.0] * 4 + [0.1] * 51, dtype=torch.float64)
     for solver in (lanczos, block_krylov):

@@ -62,15 +62,6 @@ def _bits(tensor):
     return id(tensor), tensor.dtype, tuple(tensor.shape), tensor.detach().numpy().tobytes()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads cost a tiny network a hundred times its arithmetic where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def trained():
     return make_case("batch_norm", count=13)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Signature, iterate, leaves, unlabelled
+from deltabars.batches import Signature
 from deltabars.covariance import (
     ESTIMATORS,
     Covariance,
@@ -19,22 +19,17 @@ from deltabars.covariance import (
     warn_about_spectrum,
 )
 from deltabars.covariance.spread import BOUNDS
-from deltabars.curvature.base import model_errors
-from deltabars.curvature.sensitivity import check_space, sensitivities
+from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError, DataError
+from deltabars.errors import BadValueError
 from deltabars.likelihoods import Likelihood
-from deltabars.memory import resolve_budget, rows_within
 from deltabars.network import Network
 from deltabars.precision import full_precision
-from deltabars.prediction import Prediction
 from deltabars.problem import check_l2
-from deltabars.progress import Progress
 from deltabars.saving import save
+from deltabars.scoring import Scorer, choose_chunk_size
 from deltabars.summation import inner
-
-_LARGEST_CHUNK = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,37 +142,19 @@ class DeltaFit:
             covariances = {name: self._covariance(name, used, full_rank) for name in names}
         matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
         bases = {matrix: self.spectra[matrix].vectors[:used] for matrix in sorted(matrices)}
-        parts: dict[str, list[Prediction]] = {name: [] for name in names}
-        size = batch_size or self._chunk_size()
-        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
-        done = 0
-        with Progress("Predicting", total, "input", self.progress) as bar:
-            for raw in iterate(inputs, size):
-                batch = unlabelled(raw, self.signature)
-                self._check_inputs(batch.inputs)
-                for chunk in batch.to(self.network.device, self.network.dtype).split(size):
-                    with self.network.evaluation(), model_errors():
-                        outputs, sensitivity = sensitivities(
-                            self.network, self.likelihood, chunk.inputs, bases, space
-                        )
-                    if not bool(outputs.isfinite().all()):
-                        raise DataError("Outputs: expected finite values, got NaN or infinity.")
-                    label = self.likelihood.label(self.likelihood.mean(outputs))
-                    for name in names:
-                        parts[name].append(
-                            Prediction.compute(
-                                sensitivity,
-                                covariances[name],
-                                label,
-                                bound=bound,
-                                with_covariance=covariance,
-                            )
-                        )
-                    done += len(chunk)
-                    bar.show(done)
-        if not done:
-            raise DataError("Inputs: expected at least one, got none.")
-        results = {name: Prediction.concatenate(parts[name]) for name in names}
+        scorer = Scorer(
+            self.network,
+            self.likelihood,
+            self.signature,
+            bases,
+            covariances,
+            space,
+            bound,
+            with_covariance=covariance,
+        )
+        outputs = int(self.diagnostics["num_outputs"])
+        size = batch_size or choose_chunk_size(self.network, outputs, self.memory_budget)
+        results = scorer.predict(inputs, size, self.progress)
         asked_for_one = estimator is None or isinstance(estimator, str)
         return results[names[0]] if asked_for_one else results
 
@@ -278,23 +255,3 @@ class DeltaFit:
         if not names:
             raise BadValueError(f"estimator: expected one or more of {served}, got an empty list.")
         return names
-
-    def _check_inputs(self, inputs: Any) -> None:
-        self.signature.check(inputs)
-        for leaf in leaves(inputs):
-            own = self.network.device
-            if leaf.device.type not in ("cpu", own.type):
-                places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
-                raise DataError(
-                    f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with "
-                    ".to(…)."
-                )
-            if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-                raise DataError("Inputs: expected finite values, got NaN or infinity.")
-
-    def _chunk_size(self) -> int:
-        """Inputs at a time: F and what it is made of within an eighth of the budget."""
-        budget = resolve_budget(self.memory_budget, self.network.device)
-        outputs = int(self.diagnostics["num_outputs"])
-        per_input = outputs * self.num_parameters * 3 * self.network.dtype.itemsize
-        return rows_within(budget // 8, per_input, most=_LARGEST_CHUNK)

@@ -80,6 +80,7 @@ class Network:
                 "Did the training diverge?"
             )
         trained = {name: copies.pop(name) for name in space.names}
+        place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
         return cls(model, space, trained, copies, place, kind)
 
     @property

@@ -14,7 +14,7 @@ _STRETCH = 1024
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """a bᵀ for rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
+    """The products a bᵀ of rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
     if a.dtype == torch.float64:
         return a @ b.mT
     total = (a[..., :_STRETCH] @ b[..., :_STRETCH].mT).double()
