@@ -17,7 +17,10 @@ from deltabars.curvature import HessianOperator, OPGOperator
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the reference data are absent: {DATA}")
+pytestmark = pytest.mark.skipif(
+    not all((DATA / folder).is_dir() for folder in ("mnist", "reference")),
+    reason=f"the reference data are absent: {DATA}",
+)
 
 L2 = 0.01
 COUNT = 1000

@@ -231,7 +231,9 @@ class DeltaFit:
                 num_parameters=self.num_parameters,
                 num_examples=self.num_examples,
                 overlap=self._overlap if estimator == "sandwich" else None,
-                least_hessian=self.spectra["hessian"].least if "hessian" in self.spectra else None,
+                least_hessian=self.spectra["hessian"].exact_least
+                if estimator == "sandwich"
+                else None,
                 full_rank=full_rank,
             )
         return self._covariances[key]

@@ -46,9 +46,10 @@ def build_covariance(
         estimator: a key of ESTIMATORS.
         values: descending eigenvalues, λ included, by matrix.
         overlap: Q_Hᵀ Q_G, (K, K), for the sandwich.
-        least_hessian: the least eigenvalue of H, where it is known: the sandwich's interval then
-            holds for every positive definite H. (The hessian estimator *defines* what is below λ
-            as λ̃, so its interval is about that.)
+        least_hessian: the least eigenvalue of H, where the whole spectrum is known: the sandwich's
+            interval then holds for every positive definite H, not only for those whose tail lies
+            above λ. (The hessian estimator *defines* what is below λ as λ̃; its interval is about
+            that.)
     """
     least = {"hessian": least_hessian} if estimator == "sandwich" else {}
     tails = {

@@ -55,6 +55,12 @@ class EigenPairs:
         seen = [float(self.values[-1]), *self.smallest[:1].tolist()]
         return min([*seen, float(self.statistics.get(LEAST_RITZ, math.inf))])
 
+    @property
+    def exact_least(self) -> float | None:
+        """The least eigenvalue, where the whole spectrum is known; a Ritz value only bounds it."""
+        whole = len(self.values) + len(self.smallest) == self.vectors.shape[1]
+        return self.least if whole else None
+
     def shifted(self, shift: float) -> EigenPairs:
         """The eigenpairs of A + shift·I: the same vectors, the values moved."""
         values = self.values + shift
