@@ -163,7 +163,7 @@ DATA = {
     "infinity": (lambda x, y: (x / 0.0, y), "29 of the 29 examples"),
     "augmentation": (augmented, NOT_REPEATING),
     "replacement": (with_replacement, NOT_REPEATING),
-    "dropped rest": (partial(loader, batch_size=7, shuffle=True, drop_last=True), NOT_REPEATING),
+    "dropped rest": (partial(loader, batch_size=20, shuffle=True, drop_last=True), NOT_REPEATING),
 }
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import deltabars
 from deltabars.data import TrainingData
-from tests.networks import make_case
+from tests.networks import dense, make_case, train
 
 # Float64, and at most the order of 29 additions differs: a few hundred units of 1e-16.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -279,3 +279,33 @@ def test_the_fingerprint_sees_the_last_bit_and_the_role_of_an_input(case):
     first, second = halves(x)
     found = [fingerprint(data) for data in ((x, y), (nudged, y), (first, second, y))]
     assert len({*found, fingerprint((second, first, y))}) == 4
+
+
+def test_predict_takes_the_training_data_of_a_regression():
+    """Inputs and targets of one shape: which is which is known by their places."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 30, 1, dtype=torch.float64, generator=generator)
+    model = nn.Linear(1, 1).double()
+    train(model, x, y, 0.1, "gaussian")
+    options = {"l2": 0.1, "rank": 2, "likelihood": "gaussian", "progress": False}
+    fitted = deltabars.fit(model, (x, y), **options)
+    expected = fitted.predict(x).std
+    assert torch.equal(fitted.predict((x, y)).std, expected)
+    assert torch.equal(fitted.predict(DataLoader(TensorDataset(x, y), batch_size=30)).std, expected)
+
+
+def test_float32_inputs_serve_a_float32_model_fitted_on_float64_tensors():
+    case = make_case()
+    model = dense()
+    model.load_state_dict(case.model.state_dict())
+    fitted = deltabars.fit(model, case.data, l2=case.l2, rank=5, progress=False)
+    assert torch.equal(
+        fitted.predict(case.unseen.float()).std, fitted.predict(case.unseen.float().double()).std
+    )
+
+
+def test_a_tensor_pair_is_not_copied():
+    case = make_case()
+    data = TrainingData(case.data, torch.device("cpu"), torch.float64, 1 << 30)
+    chunk = next(data.chunks(1000))
+    assert chunk.inputs.data_ptr() == case.inputs.data_ptr()

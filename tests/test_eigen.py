@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scipy import sparse
+from scipy.sparse import linalg
 
 from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
 from deltabars.eigen.pairs import audit, residual_scale
@@ -175,6 +177,38 @@ def test_incremental_svd_completes_a_basis_beyond_the_rows():
     torch.testing.assert_close(pairs.values, exact, rtol=0, atol=1e-12)
 
 
+def test_incremental_svd_of_a_matrix():
+    for name in ("decaying", "rank_deficient"):
+        pairs = incremental_svd(matrix_with(SPECTRA[name]), SIZE)
+        exact = SPECTRA[name].sort(descending=True).values
+        torch.testing.assert_close(pairs.values, exact, rtol=0, atol=1e-12)
+    cut = incremental_svd(matrix_with(SPECTRA["decaying"]), 12)
+    exact = SPECTRA["decaying"].sort(descending=True).values[:12]
+    assert bool((cut.values <= exact + 1e-12).all())
+    assert bool((exact - cut.values <= cut.slack).all())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda m: m.numpy(),
+        lambda m: m.float(),
+        lambda m: m.clone().requires_grad_(),
+        lambda m: sparse.csr_array(m.numpy()),
+        lambda m: linalg.aslinearoperator(m.numpy().astype("float32")),
+    ],
+    ids=["array", "float32", "requires grad", "sparse", "linear operator"],
+)
+def test_any_form_of_matrix_serves(given):
+    pairs = lanczos(given(matrix_with(SPECTRA["spread"])), 4)
+    exact = SPECTRA["spread"].sort(descending=True).values[:4]
+    torch.testing.assert_close(pairs.values, exact, rtol=1e-5, atol=0)
+
+
+def test_whole_numbers_serve_too():
+    assert lanczos(torch.diag(torch.arange(1, 6)), 2).values.tolist() == pytest.approx([5, 4])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -186,7 +220,7 @@ def test_incremental_svd_completes_a_basis_beyond_the_rows():
         (lambda: lanczos(torch.eye(4), 3, smallest=2), "smallest: expected 0 to 1"),
         (lambda: block_krylov(torch.eye(4), 2, block_size=0), "block_size"),
         (lambda: arpack(torch.eye(4), 4), "expected below P = 4 for ARPACK"),
-        (lambda: incremental_svd(3.0, 1), "expected rows"),
+        (lambda: incremental_svd(3.0, 1), "expected an operator, a matrix or blocks"),
         (lambda: incremental_svd([], 1), "at least one block"),
         (lambda: lanczos(torch.full((3, 3), float("nan")), 1), "finite"),
         (lambda: lanczos("no matrix", 1), "square"),

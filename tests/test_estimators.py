@@ -216,6 +216,43 @@ def test_float32_error_bars_are_close_to_float64(dense_case):
         torch.testing.assert_close(rough.std.double(), exact.std, rtol=2e-4, atol=0)
 
 
+@pytest.mark.parametrize("estimator", ["opg", "ggn", "sandwich"])
+def test_interval_holds_for_incremental_svd_which_underestimates(estimator):
+    case = cached_case("linear", count=400, l2=0.001)
+    exact = case.oracle.std(estimator, case.unseen)
+    # Small blocks, so that much is cut on the way.
+    fit = fitted(case, estimator, 6, solver="incremental", memory_budget=200_000)
+    assert fit.spectra["ggn" if estimator == "ggn" else "opg"].slack > 1e-4
+    out = fit.predict(case.unseen)
+    assert bool((out.std_low <= exact).all())
+    assert bool((exact <= out.std_high).all())
+    score = exact.square().sum(1).sqrt()
+    assert bool(((out.score - score).abs() <= out.score_error).all())
+
+
+def test_float32_keeps_its_digits_for_confident_predictions():
+    """With p → 1 all of a row of F but the 1 − p-th part cancels."""
+    case = cached_case("linear", l2=0.01)
+    fits = {dtype: fitted(case, "ggn", 10, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+    far = case.unseen * torch.logspace(0, 1.5, 7, dtype=torch.float64)[:, None]
+    exact, rough = (fits[kind].predict(far) for kind in (torch.float64, torch.float32))
+    assert float((1 - exact.mean.max(1).values).min()) < 1e-7  # confident enough to matter
+    torch.testing.assert_close(rough.score.double(), exact.score, rtol=1e-3, atol=0)
+
+
+def test_more_pairs_than_examples_in_float32_stay_at_or_above_l2():
+    """Beyond N pairs every eigenvalue of G is λ, up to the rounding of the largest."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
+    data = torch.randn(20, 40), torch.randint(0, 3, (20,))
+    for l2 in (1e-2, 1e-6):
+        with pytest.warns(deltabars.errors.OptimumWarning):
+            fit = deltabars.fit(model, data, l2=l2, rank=50, solver="krylov", progress=False)
+        assert float(fit.spectra["opg"].values[-1]) >= l2
+        assert fit.diagnostics["opg"]["orthogonality"] < 1e-6
+        assert float(fit.with_l2(l2 / 10).spectra["opg"].values[-1]) > 0
+
+
 def test_tail_leaves_out_what_is_not_positive():
     values = torch.tensor([3.0, 1.0, -0.5])
     tail = Tail.after(values, rank=3, l2=0.1, size=10)

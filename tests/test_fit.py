@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -195,3 +196,28 @@ def test_half_precision_models_are_computed_in_float32(dense_case):
     out = fit.predict(dense_case.unseen.half())
     close = fitted(dense_case, rank=5).predict(dense_case.unseen)
     torch.testing.assert_close(out.std.double(), close.std, rtol=0.05, atol=1e-3)  # half: 3 digits
+
+
+def test_numbers_of_numpy_are_numbers(dense_case, tmp_path):
+    fit = fitted(dense_case, rank=np.int64(5), seed=np.int64(1), l2=np.float32(0.05))
+    fit.save(tmp_path / "a")
+    assert deltabars.load(tmp_path / "a", dense_case.model).rank == 5
+
+
+def test_effective_parameters_leave_out_what_is_not_positive():
+    case = cached_case("rectified")
+    with pytest.warns(SpectrumWarning):
+        fit = fitted(case, "hessian", case.oracle.size)
+    values = torch.linalg.eigvalsh(case.oracle.hessian())
+    positive = values[values > 0]
+    expected = float(((positive - case.l2) / positive).sum())
+    assert fit.effective_parameters == pytest.approx(expected, rel=1e-6)
+    assert "below λ" in repr(fit)
+
+
+def test_spectra_and_diagnostics_cannot_be_changed(dense_case):
+    fit = fitted(dense_case)
+    with pytest.raises(TypeError):
+        fit.spectra["opg"] = None
+    with pytest.raises(TypeError):
+        fit.diagnostics["seed"] = 3

@@ -25,15 +25,6 @@ BATCH = 16  # of 29 examples: the last batch is ragged
 trained = cache(make_case)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Networks this small gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
     return trained(request.param)

@@ -79,6 +79,8 @@ def test_slicing(out, index):
 def test_one_input_keeps_its_batch(out):
     assert out[3].mean.shape == (1, 3)
     assert torch.equal(out[-1].mean, out.mean[6:])
+    assert out[out.score.argmax()].score == out.score.max()
+    assert out[np.int64(2)].mean.shape == (1, 3)
     with pytest.raises(IndexError, match="out of range for 7"):
         out[7]
 

@@ -1,12 +1,8 @@
-"""Batches of examples: what a loader yields, and the tensors inside.
-
-Inputs are a tensor, a tuple of tensors (`model(*inputs)`) or a mapping of tensors
-(`model(**inputs)`); in each the first dimension counts examples.
-"""
+"""Batches of examples: what a loader yields, told apart into inputs and targets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from deltabars.errors import DataError
+from deltabars.inputs import Inputs, Signature, leaves, map_leaves
 
-Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 LABELS = "labels"
 
 
@@ -51,80 +47,6 @@ class Batch:
         return Batch(map_leaves(move, self.inputs), targets)
 
 
-@dataclass(frozen=True)
-class Signature:
-    """The inputs a model was fitted with: leaf names, types, and shapes without the batch."""
-
-    names: tuple[str, ...] | None  # None: positional
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]  # None where the shape differs between batches
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> Signature:
-        """The signature of one batch of inputs."""
-        names = tuple(inputs) if isinstance(inputs, dict) else None
-        parts = leaves(inputs)
-        return cls(
-            names,
-            tuple(str(leaf.dtype) for leaf in parts),
-            tuple(tuple(leaf.shape[1:]) for leaf in parts),
-        )
-
-    @property
-    def count(self) -> int:
-        """How many tensors one example's input has."""
-        return len(self.dtypes)
-
-    def merge(self, other: Signature) -> Signature:
-        """The signature of two batches together; shapes that differ are left open."""
-        if (self.names, self.dtypes) != (other.names, other.dtypes):
-            raise DataError(
-                f"Data: expected batches of one kind, got {self.describe()} and then "
-                f"{other.describe()}."
-            )
-        shapes = tuple(
-            a if a == b else None for a, b in zip(self.shapes, other.shapes, strict=True)
-        )
-        return Signature(self.names, self.dtypes, shapes)
-
-    def check(self, inputs: Inputs) -> None:
-        """Raise DataError unless `inputs` are of the kind the model was fitted with."""
-        got = Signature.of(inputs)
-        shapes_fit = len(got.shapes) == len(self.shapes) and all(
-            a is None or a == b for a, b in zip(self.shapes, got.shapes, strict=True)
-        )
-        if (self.names, self.dtypes) == (got.names, got.dtypes) and shapes_fit:
-            return
-        raise DataError(
-            f"Inputs: expected {self.describe()}, as in the training data, got {got.describe()}."
-        )
-
-    def describe(self) -> str:
-        """One line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
-        names = self.names or ("",) * self.count
-        parts = []
-        for name, dtype, shape in zip(names, self.dtypes, self.shapes, strict=True):
-            sizes = "…" if shape is None else ", ".join(map(str, shape))
-            parts.append(f"{name + ' ' if name else ''}{dtype} (B{', ' if sizes else ''}{sizes})")
-        return " and ".join(parts)
-
-
-def leaves(inputs: Inputs) -> list[Tensor]:
-    """The tensors of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-
-
-def map_leaves(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Apply `function` to each tensor of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return function(inputs)
-    if isinstance(inputs, dict):
-        return {name: function(leaf) for name, leaf in inputs.items()}
-    return tuple(function(leaf) for leaf in inputs)
-
-
 def labelled(raw: Any) -> Batch:
     """A training batch: `(inputs, targets)`, `(input, input, …, targets)`, or a mapping with
     `labels`.
@@ -157,8 +79,9 @@ def unlabelled(raw: Any, signature: Signature) -> Batch:
     """A batch to predict: inputs alone, or a training batch, whose targets are left out."""
     if isinstance(raw, Mapping):
         raw = {name: value for name, value in raw.items() if name != LABELS}
+    elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
+        raw = raw[0]  # ((input, input), targets) or ({name: input}, targets)
     elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
-        _check_not_inputs(raw[-1], signature)
         raw = tuple(raw[:-1])
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
@@ -220,14 +143,16 @@ def _is_tensors(data: object) -> bool:
     )
 
 
-def _check_not_inputs(last: Any, signature: Signature) -> None:
-    """Refuse a second batch of inputs where targets may stand."""
-    if isinstance(last, Tensor) and last.ndim > 1 and last.is_floating_point():
+def check_not_batches(inputs: list[Any], signature: Signature) -> None:
+    """Refuse a list of batches of inputs, whose last one would pass for targets."""
+    last = inputs[-1] if inputs else None
+    if isinstance(last, Tensor) and len(inputs) == signature.count + 1:
         kind = (str(last.dtype), tuple(last.shape[1:]))
         if kind in zip(signature.dtypes, signature.shapes, strict=True):
             raise DataError(
-                "Inputs: expected inputs, or inputs and targets, got one tensor of inputs more "
-                "than the model takes. Join batches with torch.cat, or give a DataLoader."
+                "Inputs: expected inputs, or inputs and targets, got a list with one tensor of "
+                "inputs more than the model takes. Join batches with torch.cat, or give a "
+                "DataLoader."
             )
 
 

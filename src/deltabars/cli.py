@@ -13,6 +13,8 @@ from pathlib import Path
 import deltabars
 from deltabars.errors import DeltaBarsError
 
+_PICTURES = (".png", ".pdf", ".svg")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
@@ -60,6 +62,11 @@ def _demo(options: argparse.Namespace) -> None:
 
     if not options.out.parent.is_dir():
         raise DeltaBarsError(f"--out: expected a folder that exists, got {options.out.parent}.")
+    if options.out.suffix not in _PICTURES:
+        raise DeltaBarsError(
+            f"--out: expected a file name that ends in one of {', '.join(_PICTURES)}, got "
+            f"{options.out.name!r}."
+        )
     print("Training on 1,297 handwritten digits, then fitting four estimators …", flush=True)
     result = run_demo(options.out, progress=not options.quiet)
     print(describe(result))

@@ -8,17 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import (
-    Batch,
-    Signature,
-    check_can_be_read_again,
-    is_fixed,
-    iterate,
-    labelled,
-    leaves,
-    map_leaves,
-)
+from deltabars.batches import Batch, check_can_be_read_again, is_fixed, iterate, labelled
 from deltabars.errors import DataError
+from deltabars.inputs import Signature, leaves, map_leaves
 
 _READ_SIZE = 256  # examples a batch, where the data do not come in batches
 _MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
@@ -45,6 +37,7 @@ class TrainingData:
         self._device = device
         self._dtype = dtype
         kept: list[Batch] | None = []
+        fixed = is_fixed(data)
         used = 0
         self.num_examples, self.fingerprint = 0, 0
         signature: Signature | None = None
@@ -57,7 +50,7 @@ class TrainingData:
             report(self.num_examples, "read")
             batch = batch.to(device, dtype)
             used += _bytes(batch)
-            if kept is not None:
+            if kept is not None and not fixed:
                 kept.append(batch)
             if used > budget:
                 kept = None
@@ -65,8 +58,10 @@ class TrainingData:
             raise DataError("Data: expected at least one example, got none: the data are empty.")
         self.signature = signature
         self.in_memory = kept is not None
-        if not is_fixed(data):
+        if not fixed:
             self._check_repeats(report)
+        elif kept is not None:
+            kept = [labelled(data).to(device, dtype)]  # the tensors themselves, not a copy
         self._kept = None if kept is None else _join(kept, signature)
 
     def chunks(self, size: int) -> Iterator[Batch]:

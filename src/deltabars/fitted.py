@@ -6,12 +6,12 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.batches import Signature
 from deltabars.covariance import (
     ESTIMATORS,
     Covariance,
@@ -23,6 +23,7 @@ from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
+from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
 from deltabars.precision import full_precision
@@ -42,6 +43,7 @@ class DeltaFit:
         estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
         l2: λ.
         num_examples: N.
+        num_outputs: C.
         spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`.
         diagnostics: cost and gradient norm of the trained weights; for each matrix how its
             eigenpairs were found and how good they are; times and versions.
@@ -50,6 +52,7 @@ class DeltaFit:
     estimator: str
     l2: float
     num_examples: int
+    num_outputs: int
     spectra: Mapping[str, EigenPairs]
     diagnostics: Mapping[str, Any]
     likelihood: Likelihood
@@ -87,6 +90,10 @@ class DeltaFit:
         tail = (self.num_parameters - len(values)) * float((values[-1] - self.l2) / values[-1])
         known = self.effective_parameters
         return known + min(0.0, tail), known + max(0.0, tail)
+
+    def __post_init__(self) -> None:
+        for name in ("spectra", "diagnostics"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def predict(
         self,
@@ -152,8 +159,7 @@ class DeltaFit:
             bound,
             with_covariance=covariance,
         )
-        outputs = int(self.diagnostics["num_outputs"])
-        size = batch_size or choose_chunk_size(self.network, outputs, self.memory_budget)
+        size = batch_size or choose_chunk_size(self.network, self.num_outputs, self.memory_budget)
         results = scorer.predict(inputs, size, self.progress)
         asked_for_one = estimator is None or isinstance(estimator, str)
         return results[names[0]] if asked_for_one else results
@@ -161,16 +167,20 @@ class DeltaFit:
     def with_l2(self, l2: float) -> DeltaFit:
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
 
-        The eigenvectors do not depend on λ, but the weights ω̂ do: they stay as they are.
+        The eigenvectors do not depend on λ, but the weights ω̂ do: they stay as they are, and so do
+        the diagnostics, which are those of the fit (`diagnostics["fitted_l2"]`).
         """
         shift = check_l2(l2) - self.l2
         spectra = {name: pairs.shifted(shift) for name, pairs in self.spectra.items()}
         for name, pairs in spectra.items():
             warn_about_spectrum(name, pairs.values, float(l2), self.num_parameters)
         diagnostics = {**self.diagnostics, "fitted_l2": self.diagnostics.get("fitted_l2", self.l2)}
-        return replace(
+        moved = replace(
             self, l2=float(l2), spectra=spectra, diagnostics=diagnostics, _covariances={}
         )
+        if "_overlap" in self.__dict__:
+            moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
+        return moved
 
     def sample(self, n: int, seed: int = 0) -> Tensor:
         """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the full-rank covariance of the fit.
@@ -205,6 +215,12 @@ class DeltaFit:
                 f"{float(pairs.values[-1]):.4g}"
                 f", largest residual {float(pairs.residuals.max()):.1g}"
             )
+        hessian = self.spectra.get("hessian")
+        if hessian is not None and hessian.least < self.l2:
+            lines.append(
+                f"  the hessian's spectrum reaches {self.l2 - hessian.least:.3g} below λ: its "
+                "bounds are about the spectrum corrected to λ"
+            )
         lines.append(f"  effective parameters: {self.effective_parameters:.1f} in the K pairs")
         return "\n".join(lines)
 
@@ -213,7 +229,8 @@ class DeltaFit:
 
     @property
     def _main_values(self) -> Tensor:
-        return self.spectra[ESTIMATORS[self.estimator][0]].values
+        values = self.spectra[ESTIMATORS[self.estimator][0]].values
+        return values[values > 0]  # the others have no place in a covariance
 
     @cached_property
     def _overlap(self) -> Tensor:
@@ -234,6 +251,7 @@ class DeltaFit:
                 least_hessian=self.spectra["hessian"].exact_least
                 if estimator == "sandwich"
                 else None,
+                slacks={name: pairs.slack for name, pairs in self.spectra.items()},
                 full_rank=full_rank,
             )
         return self._covariances[key]

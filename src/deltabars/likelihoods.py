@@ -4,7 +4,7 @@ A likelihood knows, for a batch of outputs z (B, C):
 
 * the loss of each example, −log p(target | z) up to a constant;
 * the mean map m(z), which `Prediction.mean` reports, and its product with rows of ∂z/∂ω;
-* a factor R(z) with R Rᵀ = ∂²loss/∂z², which makes GGN rows of per-example Jacobians.
+* rows Rᵀ·∂z/∂ω with R Rᵀ = ∂²loss/∂z², of which the GGN is the sum of outer products.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Likelihood(ABC):
         """(∂m/∂z)·rows: the sensitivity of the mean, (B, C, P), from that of z, (B, C, P)."""
 
     @abstractmethod
-    def curvature_factor(self, outputs: Tensor) -> Tensor:
-        """R (B, C, C) with R Rᵀ = ∂²loss/∂z² (it does not depend on the targets)."""
+    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """Rᵀ·rows, (B, C, P), with R Rᵀ = ∂²loss/∂z² (which does not depend on the targets)."""
 
     @abstractmethod
     def label(self, mean: Tensor) -> Tensor | None:
@@ -85,16 +85,24 @@ class Categorical(Likelihood):
         return outputs.softmax(-1)
 
     def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        p = self.mean(outputs).unsqueeze(-1)  # (B, C, 1)
-        return p * (rows - (p * rows).sum(-2, keepdim=True))
+        return self.mean(outputs).unsqueeze(-1) * self._centred(outputs, rows)
 
-    def curvature_factor(self, outputs: Tensor) -> Tensor:
-        p = self.mean(outputs)
-        root = p.sqrt()
-        return torch.diag_embed(root) - p.unsqueeze(-1) * root.unsqueeze(-2)
+    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
+        return self.mean(outputs).sqrt().unsqueeze(-1) * self._centred(outputs, rows)
 
     def label(self, mean: Tensor) -> Tensor:
         return mean.argmax(-1)
+
+    def _centred(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """Each row less the p-weighted mean of all C rows, (B, C, P).
+
+        A vector subtracted from all rows changes nothing in theory. Subtracting the leading
+        class's row first keeps the digits where p is nearly 1 and the rest nearly cancels.
+        """
+        top = outputs.argmax(-1)[:, None, None].expand(-1, 1, rows.shape[-1])
+        rows = rows - rows.gather(1, top)
+        return rows - (self.mean(outputs).unsqueeze(-1) * rows).sum(-2, keepdim=True)
 
 
 class Bernoulli(Likelihood):
@@ -122,8 +130,8 @@ class Bernoulli(Likelihood):
     def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
         return self._slope(outputs).unsqueeze(-1) * rows
 
-    def curvature_factor(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._slope(outputs).sqrt())
+    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        return self._slope(outputs).sqrt().unsqueeze(-1) * rows
 
     def label(self, mean: Tensor) -> Tensor:
         return (mean > 0.5).long()
@@ -156,8 +164,8 @@ class Gaussian(Likelihood):
     def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
         return rows
 
-    def curvature_factor(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(outputs))
+    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        return rows
 
     def label(self, mean: Tensor) -> None:
         return None
@@ -181,5 +189,5 @@ def _check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     if targets.shape != outputs.shape:
         raise DataError(
             f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, "
-            f"got {tuple(targets.shape)}."
+            f"got {tuple(targets.shape)}. Reshape them, for example with .unsqueeze(1)."
         )

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from deltabars import storage
-from deltabars.batches import Signature
 from deltabars.covariance import ESTIMATORS
 from deltabars.eigen import EigenPairs
 from deltabars.errors import CorruptFileError, WeightsMismatchError
 from deltabars.fitted import DeltaFit
+from deltabars.inputs import Signature
 from deltabars.likelihoods import get_likelihood
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
@@ -66,6 +66,7 @@ def load(
         estimator=header["estimator"],
         l2=header["l2"],
         num_examples=header["num_examples"],
+        num_outputs=header["num_outputs"],
         spectra={name: pairs.to(network.device) for name, pairs in spectra.items()},
         diagnostics=header["diagnostics"],
         likelihood=get_likelihood(header["likelihood"]),

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltabars.batches import Inputs, map_leaves
 from deltabars.errors import BadValueError, ModelError
+from deltabars.inputs import Inputs, map_leaves
 from deltabars.parameters import ParameterSpace, Selection
 from deltabars.precision import full_precision
 
@@ -104,16 +104,12 @@ class Network:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
-    def check_last_layer(self, example: Inputs) -> None:
-        """Refuse a `last_layer()` selection that is not what produces the outputs.
-
-        Each output must depend on one row of each of its parameters, and on no other.
-        """
-        rows = torch.func.jacrev(self.one_output)(dict(self.trained), example)
-        for name, jacobian in rows.items():  # (C, *shape)
-            reach = jacobian.reshape(*jacobian.shape[:2], -1).abs().sum(-1)
-            diagonal = reach.ndim == 2 and reach.shape[0] == reach.shape[1]
-            if not diagonal or not torch.equal(reach, reach.diag().diag()) or not reach.any():
+    def check_last_layer(self, examples: Inputs) -> None:
+        """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
+        jacobian = torch.func.vmap(torch.func.jacrev(self.one_output), in_dims=(None, 0))
+        for name, rows in jacobian(dict(self.trained), examples).items():  # (B, C, *shape)
+            reaches = rows.flatten(2).abs().sum((0, 2)) > 0  # (C,)
+            if rows.ndim < 3 or rows.shape[2] != rows.shape[1] or not bool(reaches.all()):
                 raise ModelError(
                     "last_layer(): expected the last registered layer to produce the outputs, got "
                     f"{name}, which does not. Name the right one with params=[…]."
@@ -124,20 +120,39 @@ class Network:
         """Compute in eval mode and full precision; everything is as before afterwards."""
         training = [module for module in self.model.modules() if module.training]
         # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
-        hooked = [(module, module._backward_hooks) for module in self.model.modules()]
-        hooked = [(module, hooks) for module, hooks in hooked if hooks]
+        hooked = [
+            (module, name, hooks)
+            for module in self.model.modules()
+            for name in ("_backward_hooks", "_backward_pre_hooks")
+            if (hooks := getattr(module, name))
+        ]
         for module in training:
             module.training = False
-        for module, _ in hooked:
-            module._backward_hooks = OrderedDict()
+        for module, name, _ in hooked:
+            setattr(module, name, OrderedDict())
         try:
             with full_precision(self.device):
                 yield
         finally:
             for module in training:
                 module.training = True
-            for module, hooks in hooked:
-                module._backward_hooks = hooks
+            for module, name, hooks in hooked:
+                setattr(module, name, hooks)
+
+
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """Say in terms of the user's model what `torch.func` could not do with it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise ModelError(
+            "Model: expected a forward pass that takes these inputs and that torch.func can "
+            "differentiate (no in-place changes of buffers, no branches on values), got: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def fingerprint(model: torch.nn.Module) -> str:

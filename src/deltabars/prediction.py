@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -103,7 +105,8 @@ class Prediction:
 
     def __getitem__(self, index: Any) -> Prediction:
         """The inputs that `index` selects; one number selects one input and keeps the batch."""
-        if isinstance(index, int):
+        if isinstance(index, Integral) or (isinstance(index, Tensor) and index.ndim == 0):
+            index = operator.index(index)
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} is out of range for {len(self)} predictions")
             index = slice(index, index + 1 or None)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, Inputs, map_leaves
+from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
+from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood, get_likelihood
 from deltabars.memory import resolve_budget
-from deltabars.network import Network
+from deltabars.network import Network, model_errors
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
 
 _CHUNK = {"cpu": 256}  # examples a chunk; small ones stay in the cache of a CPU
@@ -70,11 +71,11 @@ class Problem:
         self.chunk_size = chunk_size or _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
         report = on_progress or (lambda done, what: None)
         self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2, report)
-        with self.network.evaluation():
+        with self.network.evaluation(), model_errors():
             first = next(iter(self.chunks()))
             self.num_outputs = self._probe(first)
             if isinstance(parameters, LastLayer):
-                self.network.check_last_layer(map_leaves(lambda leaf: leaf[0], first.inputs))
+                self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
 
     @property
@@ -154,6 +155,7 @@ class Problem:
                 "Model output: expected the same outputs for the same inputs in eval mode, got "
                 "different ones. Turn off what is random in the forward pass."
             )
+        self._check_independence(batch, outputs)
         sums_to_one = bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < 1e-3).all())
         if sums_to_one and outputs.shape[1] > 1 and self.likelihood.name == "categorical":
             warnings.warn(
@@ -163,6 +165,20 @@ class Problem:
                 stacklevel=4,
             )
         return outputs.shape[1]
+
+    def _check_independence(self, batch: Batch, outputs: Tensor) -> None:
+        """Refuse a model whose outputs for one example depend on the others in its batch."""
+        advice = (
+            "Model output: expected that of one example not to depend on the rest of its batch, "
+            "got one that does. Batch-norm needs its running statistics (track_running_stats=True)."
+        )
+        try:
+            alone = self.network.outputs(dict(self.network.trained), batch.rows(slice(0, 1)).inputs)
+        except ValueError as error:
+            raise ModelError(advice) from error
+        scale = float(outputs.abs().max())
+        if bool(alone.isfinite().all()) and float((alone - outputs[:1]).abs().max()) > 1e-3 * scale:
+            raise ModelError(advice)
 
     def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
         """Mean loss and its gradient (P,), with every loss and target checked on the way."""

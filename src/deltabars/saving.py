@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deltabars import storage
+from deltabars.errors import StorageError
+from deltabars.likelihoods import LIKELIHOODS
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -15,11 +17,17 @@ TENSORS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
 
 def save(fit: DeltaFit, path: Any) -> None:
     """Write a fit to one file."""
+    if LIKELIHOODS.get(fit.likelihood.name) is not fit.likelihood:
+        raise StorageError(
+            f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
+            "of your own, which a file cannot hold."
+        )
     space = fit.network.parameters
     header = {
         "estimator": fit.estimator,
         "l2": fit.l2,
         "num_examples": fit.num_examples,
+        "num_outputs": fit.num_outputs,
         "likelihood": fit.likelihood.name,
         "dtype": str(fit.network.dtype),
         "parameters": [
@@ -28,7 +36,7 @@ def save(fit: DeltaFit, path: Any) -> None:
         ],
         "weights": fit.weights,
         "inputs": asdict(fit.signature),
-        "diagnostics": fit.diagnostics,
+        "diagnostics": dict(fit.diagnostics),
         "statistics": {name: dict(pairs.statistics) for name, pairs in fit.spectra.items()},
     }
     tensors = {

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from deltabars.batches import Batch, Inputs, Signature, iterate, leaves, unlabelled
+from deltabars.batches import Batch, check_not_batches, iterate, unlabelled
 from deltabars.covariance import Covariance
-from deltabars.curvature.base import model_errors
 from deltabars.curvature.sensitivity import sensitivities
 from deltabars.errors import DataError
+from deltabars.inputs import Inputs, Signature, leaves
 from deltabars.likelihoods import Likelihood
-from deltabars.memory import resolve_budget, rows_within
-from deltabars.network import Network
+from deltabars.memory import chunk_within, resolve_budget
+from deltabars.network import Network, model_errors
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
 
@@ -58,6 +58,8 @@ class Scorer:
         return {name: Prediction.concatenate(part) for name, part in parts.items()}
 
     def _chunks(self, inputs: Any, size: int) -> Iterator[Batch]:
+        if isinstance(inputs, list):
+            check_not_batches(inputs, self.signature)
         for raw in iterate(inputs, size):
             batch = unlabelled(raw, self.signature)
             self._check(batch.inputs)
@@ -84,7 +86,7 @@ class Scorer:
             )
 
     def _check(self, inputs: Inputs) -> None:
-        self.signature.check(inputs)
+        self.signature.check(inputs, also=str(self.network.dtype))
         own = self.network.device
         for leaf in leaves(inputs):
             if leaf.device.type not in ("cpu", own.type):
@@ -98,7 +100,7 @@ class Scorer:
 
 
 def choose_chunk_size(network: Network, num_outputs: int, memory_budget: int | None) -> int:
-    """Inputs at a time: F (B, C, P) and what it is made of, within an eighth of the budget."""
+    """Inputs at a time: F (B, C, P) and what it is made of must fit."""
     budget = resolve_budget(memory_budget, network.device)
     per_input = 3 * num_outputs * network.parameters.size * network.dtype.itemsize
-    return rows_within(budget // 8, per_input, most=_LARGEST_CHUNK)
+    return chunk_within(budget, per_input, most=_LARGEST_CHUNK)

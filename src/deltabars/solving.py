@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deltabars.eigen as eigen
@@ -37,8 +37,12 @@ class SolverOptions:
             raise BadValueError(f"solver: expected one of {list(SOLVERS)}, got {self.solver!r}.")
         if not is_whole(self.rank) or self.rank < 1:
             raise BadValueError(f"rank: expected a whole number from 1 to P, got {self.rank!r}.")
-        if not is_whole(self.seed):
-            raise BadValueError(f"seed: expected a whole number, got {self.seed!r}.")
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**63:
+            raise BadValueError(
+                f"seed: expected a whole number from 0 to 2^63 − 1, got {self.seed!r}."
+            )
+        object.__setattr__(self, "rank", int(self.rank))
+        object.__setattr__(self, "seed", int(self.seed))
         if self.max_products is not None and (
             not is_whole(self.max_products) or self.max_products < 1
         ):
@@ -85,6 +89,11 @@ def solve(
     ):
         pairs = _run(operator, options, bar)
         quality = audit(operator, pairs, options.seed)
+        if isinstance(operator, RowOperator):
+            # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
+            floor = operator.row_shift
+            quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
+            pairs = replace(pairs, values=pairs.values.clamp(min=floor))
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
@@ -109,6 +118,5 @@ def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> 
     if kind == "incremental" and isinstance(operator, RowOperator):
         return eigen.incremental_svd(operator, rank, on_step=report)
     if isinstance(operator, HessianOperator):
-        smallest = min(options.smallest, size - rank)
-        return eigen.lanczos(operator, rank, smallest=smallest, on_step=report, **common)
+        return eigen.lanczos(operator, rank, smallest=options.smallest, on_step=report, **common)
     return eigen.block_krylov(operator, rank, on_step=report, **common)

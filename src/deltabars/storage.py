@@ -57,7 +57,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     source = Path(path)
     header = read_header(source)
     try:
-        tensors = load_file(source)
+        # Copied, because the file's tensors lie at any address, and the last bits of a product
+        # depend on how its factors are aligned.
+        tensors = {name: tensor.clone() for name, tensor in load_file(source).items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFileError(
             f"{source} is altered: its tensors cannot be read ({error})."

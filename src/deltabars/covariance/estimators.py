@@ -38,6 +38,7 @@ def build_covariance(
     num_examples: int,
     overlap: Tensor | None = None,
     least_hessian: float | None = None,
+    slacks: Mapping[str, float] | None = None,
     full_rank: bool = True,
 ) -> Covariance:
     """The covariance of an estimator from the first `rank` eigenvalues of its matrices.
@@ -50,10 +51,13 @@ def build_covariance(
             interval then holds for every positive definite H, not only for those whose tail lies
             above λ. (The hessian estimator *defines* what is below λ as λ̃; its interval is about
             that.)
+        slacks: how much too low the eigenvalues of a matrix can be, by matrix; zero by default.
     """
     least = {"hessian": least_hessian} if estimator == "sandwich" else {}
     tails = {
-        name: Tail.after(values[name], rank, l2, num_parameters, least.get(name))
+        name: Tail.after(
+            values[name], rank, l2, num_parameters, least.get(name), (slacks or {}).get(name, 0.0)
+        )
         for name in ESTIMATORS[estimator]
     }
     used = {name: values[name][: tail.rank].double() for name, tail in tails.items()}
@@ -118,7 +122,9 @@ class InverseCovariance(Covariance):
         outside = self.tail.left_over(_diagonal(gram), inside.square().sum(-1))  # ‖f⊥‖²
         head = (inside.square() / self.values).sum(-1)
         c = self._c
-        low = head + outside / self.tail.ceiling
+        slack = self.tail.slack
+        low = (inside.square() / (self.values + slack)).sum(-1)
+        low = low + outside / (self.tail.ceiling + slack)
         high = head + outside / self.tail.floor
         covariance = None
         if with_covariance:
@@ -175,7 +181,8 @@ class SandwichCovariance(Covariance):
         weights = (self.opg_values - self.opg_tail.last).clamp(min=0).sqrt()
         eye = torch.eye(weights.shape[0], dtype=weights.dtype, device=weights.device)
         inner = weights[:, None] * (eye - self.overlap.T @ self.overlap) * weights
-        return self.opg_tail.last + max(0.0, float(torch.linalg.eigvalsh(inner)[-1]))
+        most = max(0.0, float(torch.linalg.eigvalsh(inner)[-1]))
+        return self.opg_tail.last + most + self.opg_tail.slack
 
     def spread(
         self, gram: Tensor, projections: Mapping[str, Tensor], *, with_covariance: bool = False
@@ -203,6 +210,7 @@ class SandwichCovariance(Covariance):
         # inequality of that norm (for the score: of the norm over all classes together).
         lowest = self._g_square(parts, full_c, self.opg_tail.floor)
         highest = self._g_square(parts, full_c, self.opg_tail.ceiling)
+        highest = highest + self.opg_tail.slack * parts.u_square(full_c)
         reach = self.largest_outside**0.5 * self.hessian_tail.inverse_reach
         root_n = self.num_examples**0.5
 
@@ -235,8 +243,7 @@ class SandwichCovariance(Covariance):
     def _g_square(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
         """uᵀGu for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C)."""
         in_g = parts.head_g + c_h * parts.outside_g  # Q_Gᵀu
-        squares = parts.head.square().sum(-1) + c_h**2 * parts.outside  # ‖u‖²
-        left = self.opg_tail.left_over(squares, in_g.square().sum(-1))
+        left = self.opg_tail.left_over(parts.u_square(c_h), in_g.square().sum(-1))
         return (in_g.square() * self.opg_values).sum(-1) + c_g * left
 
     def _paper_delta(self, parts: _Parts) -> Tensor:
@@ -265,6 +272,10 @@ class _Parts:
     head_g: Tensor  # Q_Gᵀ Q_H head, (B, C, K_G)
     outside: Tensor  # ‖f⊥‖², (B, C)
     outside_g: Tensor  # Q_Gᵀ f⊥, (B, C, K_G)
+
+    def u_square(self, c_h: float) -> Tensor:
+        """‖u‖² for u = Q_H head + c_H f⊥, (B, C)."""
+        return self.head.square().sum(-1) + c_h**2 * self.outside
 
 
 def _diagonal(gram: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class Tail:
         last: λ_K.
         is_empty: whether K = P, so that nothing is left out.
         floor: the least that the eigenvalues of the tail are taken to be.
+        slack: how much too low the eigenvalues, those in use too, can be. The incremental SVD drops
+            a positive semidefinite part of no more than this norm: A lies between the matrix of the
+            pairs and that plus slack·I, and so do the inverses, the other way round.
     """
 
     rank: int
@@ -33,10 +36,17 @@ class Tail:
     last: float
     is_empty: bool
     floor: float
+    slack: float = 0.0
 
     @classmethod
     def after(
-        cls, values: Tensor, rank: int, l2: float, size: int, least: float | None = None
+        cls,
+        values: Tensor,
+        rank: int,
+        l2: float,
+        size: int,
+        least: float | None = None,
+        slack: float = 0.0,
     ) -> Tail:
         """The tail behind the first `rank` of the descending `values`.
 
@@ -56,7 +66,7 @@ class Tail:
         floor = min(l2, last)
         if least is not None and 0 < least < floor:
             floor = least
-        return cls(rank, l2, last, rank == size, floor)
+        return cls(rank, l2, last, rank == size, floor, slack)
 
     @property
     def ceiling(self) -> float:
@@ -97,7 +107,8 @@ def warn_about_spectrum(name: str, values: Tensor, l2: float, num_parameters: in
         warnings.warn(
             f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
             f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
-            f"counts as λ and more; rank={len(values) - negative} uses all that are positive.",
+            "counts as the harmonic mean of λ and the last positive one; rank="
+            f"{max(1, len(values) - negative)} uses all that are positive.",
             SpectrumWarning,
             stacklevel=3,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +11,11 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.memory import rows_within
+from deltabars.memory import chunk_within
+from deltabars.network import model_errors
 from deltabars.problem import Problem
+
+_ROWS_AT_ONCE = 64
 
 
 class CurvatureOperator(ABC):
@@ -50,9 +52,8 @@ class CurvatureOperator(ABC):
     def to_dense(self) -> Tensor:
         """The matrix itself, (P, P). Cost: P products."""
         size = self.shape[0]
-        rows = rows_within(self.problem.memory_budget // 8, 4 * size * 8, most=256)
         eye = torch.eye(size, device=self.device, dtype=self.dtype)
-        return torch.cat([self.matmat(block) for block in eye.split(rows)])
+        return torch.cat([self.matmat(block) for block in eye.split(_ROWS_AT_ONCE)])
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` of the matrix (SciPy's vectors are columns)."""
@@ -64,7 +65,7 @@ class CurvatureOperator(ABC):
             ) from error
 
         def matmat(columns: Any) -> Any:
-            rows = torch.from_numpy(columns).to(self.device, self.dtype).T.contiguous()
+            rows = torch.tensor(columns.T.copy(), device=self.device, dtype=self.dtype)
             return self.matmat(rows).T.cpu().numpy()
 
         def matvec(column: Any) -> Any:
@@ -120,7 +121,7 @@ class RowOperator(CurvatureOperator):
     @property
     def keeps_rows(self) -> bool:
         """Whether all of R fits the part of the memory budget that it may take."""
-        return self.num_rows * self._bytes_per_row <= self.problem.memory_budget // 4
+        return self.num_rows * self._bytes_per_row <= self.problem.memory_budget // 2
 
     def row_blocks(self) -> Iterator[Tensor]:
         """R in blocks (n, P), in the order of the data.
@@ -140,9 +141,8 @@ class RowOperator(CurvatureOperator):
             self._kept = kept
 
     def _computed_blocks(self) -> Iterator[Tensor]:
-        room = self.problem.memory_budget // 16
         per_example = self._rows_per_example * self._bytes_per_row
-        size = rows_within(room, per_example, most=self.problem.chunk_size)
+        size = chunk_within(self.problem.memory_budget, per_example, self.problem.chunk_size)
         for batch in self.problem.chunks(size):
             with self.problem.network.evaluation(), model_errors():
                 block = self._rows(batch)
@@ -171,18 +171,3 @@ class RowOperator(CurvatureOperator):
     @abstractmethod
     def _rows(self, batch: Batch) -> Tensor:
         """The rows (n, P) of a batch, example by example."""
-
-
-@contextmanager
-def model_errors() -> Iterator[None]:
-    """Say in terms of the user's model what `torch.func` could not do with it."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        raise ModelError(
-            "Model: expected a forward pass that torch.func can differentiate (no in-place changes "
-            "of buffers, no branches on values), got one that it cannot: "
-            f"{str(error).splitlines()[0]}"
-        ) from error

@@ -21,5 +21,4 @@ class GGNOperator(RowOperator):
 
     def _rows(self, batch: Batch) -> Tensor:
         outputs, jacobian = output_jacobian(self.problem.network, batch.inputs)
-        factor = self.problem.likelihood.curvature_factor(outputs)  # (B, C, C)
-        return (factor.mT @ jacobian).flatten(0, 1)
+        return self.problem.likelihood.curvature_rows(outputs, jacobian).flatten(0, 1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltabars.batches import Inputs
 from deltabars.errors import BadValueError
+from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
 from deltabars.summation import inner

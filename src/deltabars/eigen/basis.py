@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltabars.errors import DeltaBarsError
 from deltabars.summation import inner
 
 
@@ -92,25 +91,19 @@ def extend(
         real = int((left > 0.5).sum())  # a unit vector that shrinks was in the basis already
         rows, coupling = rows[:real], (coupling @ turn)[:, :real]
     missing = count - rows.shape[0]
-    for _ in range(missing):
-        rows = torch.cat([rows, _random_row(basis, rows, generator)])
+    if missing:
+        rows = torch.cat([rows, _fresh_rows(basis, rows, missing, generator)])
     return rows, torch.cat([coupling, coupling.new_zeros(coupling.shape[0], missing)], dim=1)
 
 
-def _random_row(basis: Basis, rows: Tensor, generator: torch.Generator) -> Tensor:
-    """A unit row (1, P) orthogonal to the basis and to `rows`, from a random start."""
-    row = random_rows(1, rows.shape[1], generator, rows.device, rows.dtype)
-    length = 0.0
-    for _ in range(6):
-        row = row / row.norm()
-        row = basis.remove(row)
-        row = row - (row @ rows.T) @ rows
-        length, before = float(row.norm()), length
-        if length > 0.5 and before > 0:
-            return row / length
-    if length > 0.0:
-        return row / row.norm()
-    raise DeltaBarsError("The basis fills the whole space: no further direction exists.")
+def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random orthonormal rows (count, P), orthogonal to the basis and to `rows`."""
+    fresh = random_rows(count, rows.shape[1], generator, rows.device, rows.dtype)
+    for _ in range(3):  # each pass on unit rows: what little room is left is found by the second
+        fresh = basis.remove(fresh)
+        fresh = fresh - inner(fresh, rows).to(rows.dtype) @ rows
+        fresh = orthonormal_rows(fresh)[0]
+    return fresh
 
 
 def random_rows(

@@ -38,7 +38,7 @@ def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPa
     lower_norms = norms[: size - rank]
     return EigenPairs(
         values,
-        columns.T.flip(0)[:rank].to(matrix.dtype).contiguous(),
+        columns.T.flip(0)[:rank].to(matrix.dtype, copy=True).contiguous(),
         norms.flip(0)[:rank] / residual_scale(values),
         lower,
         lower_norms / lower_scale(lower, values[:1].expand_as(lower)),

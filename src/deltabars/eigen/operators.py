@@ -45,36 +45,32 @@ class _Products:
         return result
 
 
-def as_products(
-    matrix: Any, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> _Products:
+def as_products(matrix: Any) -> _Products:
     """Any symmetric matrix as products with rows.
 
     Args:
         matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
-            LinearOperator; or an object with `shape` and `@` on columns (a curvlinops operator).
-        device, dtype: of the vectors, where the matrix does not tell.
+            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
+            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
+            are float64 on the CPU.
     """
     shape = tuple(getattr(matrix, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
         raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
-    own_dtype = getattr(matrix, "dtype", None)
-    kind = dtype or (own_dtype if isinstance(own_dtype, torch.dtype) else torch.float64)
-    own_device = getattr(matrix, "device", None)
-    place = device or (own_device if isinstance(own_device, torch.device) else torch.device("cpu"))
-    return _Products(int(shape[0]), _row_function(matrix, place, kind), place, kind)
+    single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
+    dtype = torch.float32 if single else torch.float64
+    own = getattr(matrix, "device", None)
+    device = own if isinstance(own, torch.device) else torch.device("cpu")
+    return _Products(int(shape[0]), _row_function(matrix, device, dtype), device, dtype)
 
 
 def _row_function(
     matrix: Any, device: torch.device, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    if isinstance(matrix, Tensor):
-        fixed = matrix.to(device, dtype)
+    if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
+        fixed = torch.as_tensor(matrix).detach().to(device, dtype)
         return lambda rows: rows @ fixed.T
-    if hasattr(matrix, "__array__"):
-        array = torch.as_tensor(matrix).to(device, dtype)
-        return lambda rows: rows @ array.T
-    if hasattr(matrix, "rmatvec"):  # SciPy's LinearOperator: NumPy columns
+    if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
         return lambda rows: torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype)
     if hasattr(matrix, "matmat"):
         return lambda rows: matrix.matmat(rows)

@@ -16,6 +16,7 @@ from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.summation import inner
 
 LEAST_RITZ = "smallest_ritz_value"
+DISCARDED = "discarded_energy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,11 @@ class EigenPairs:
         """The least eigenvalue seen: the last one, one of `smallest`, or the least Ritz value."""
         seen = [float(self.values[-1]), *self.smallest[:1].tolist()]
         return min([*seen, float(self.statistics.get(LEAST_RITZ, math.inf))])
+
+    @property
+    def slack(self) -> float:
+        """How much too low the values can be, beyond rounding: what incremental SVD discarded."""
+        return float(self.statistics.get(DISCARDED, 0.0))
 
     @property
     def exact_least(self) -> float | None:

@@ -29,7 +29,7 @@ def save_gallery(path: str | os.PathLike[str], title: str, rows: Sequence[Row]) 
             "Pictures need matplotlib: pip install 'deltabars[demo]'."
         ) from error
     columns = max(len(row.images) for row in rows)
-    figure = Figure(figsize=(1.35 * columns, 2.15 * len(rows) + 0.5), layout="constrained")
+    figure = Figure(figsize=(1.35 * columns, 2.3 * len(rows) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=13)
     for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False).flat, rows, strict=True):
         part.suptitle(row.title, fontsize=11, x=0.01, ha="left")
