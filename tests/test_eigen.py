@@ -212,7 +212,7 @@ def test_whole_numbers_serve_too():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: lanczos(torch.eye(4), 0), "rank: expected a whole number from 1 to P = 4"),
+        (lambda: lanczos(torch.eye(4), 0), "rank: expected a whole number from 1 .* P = 4"),
         (lambda: lanczos(torch.eye(4), 5), "got 5"),
         (lambda: lanczos(torch.zeros(4, 3), 1), "expected a square one"),
         (lambda: lanczos(torch.eye(4), 1, tolerance=0.0), "tolerance"),

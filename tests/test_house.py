@@ -13,7 +13,6 @@ import pytest
 import deltabars
 
 ROOT = Path(__file__).resolve().parents[1]
-_TORCH_INSIDE = "ignore:`torch.jit.script`:DeprecationWarning"  # from torch.func.jvp
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
@@ -51,7 +50,7 @@ def test_every_python_block_runs(page, tmp_path):
     assert blocks
     program = "\n".join(blocks)  # a page is read from top to bottom
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", _TORCH_INSIDE, "-c", program],
+        [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
         text=True,
         cwd=tmp_path,

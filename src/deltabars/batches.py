@@ -54,7 +54,8 @@ def labelled(raw: Any) -> Batch:
     if isinstance(raw, Mapping):
         if LABELS not in raw:
             raise DataError(
-                f"Data: expected mapping batches with an entry {LABELS!r}, got {sorted(raw)}."
+                f"Data: expected mapping batches with an entry {LABELS!r}, got {sorted(raw)}. "
+                f"Rename the one with the targets."
             )
         inputs: Any = {name: value for name, value in raw.items() if name != LABELS}
         targets = raw[LABELS]

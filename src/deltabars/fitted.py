@@ -136,6 +136,8 @@ class DeltaFit:
         check_space(space)
         if bound not in BOUNDS:
             raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
+        if not isinstance(full_rank, bool):
+            raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         if bound == "paper" and not full_rank:
             raise BadValueError(
                 "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
@@ -191,7 +193,9 @@ class DeltaFit:
         """
         if not is_whole(n) or n < 1:
             raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
-        generator = torch.Generator().manual_seed(seed)
+        if not is_whole(seed) or not 0 <= seed < 2**63:
+            raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
+        generator = torch.Generator().manual_seed(int(seed))
         shape = (n, self.num_parameters)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         noise = noise.to(self.network.device, self.network.dtype)

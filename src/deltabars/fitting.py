@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ OPERATORS: dict[str, type[CurvatureOperator]] = {
     "ggn": GGNOperator,
 }
 
+_DEFAULT_RANK = 100
+
 
 def fit(
     model: torch.nn.Module,
@@ -32,7 +35,7 @@ def fit(
     *,
     l2: float,
     estimator: str = "opg",
-    rank: int = 100,
+    rank: int | None = None,
     params: Selection = None,
     likelihood: str | Likelihood = "categorical",
     solver: str = "auto",
@@ -55,8 +58,8 @@ def fit(
             `weight_decay` of SGD and Adam (AdamW's is another thing).
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
-        rank: K, how many eigenpairs to compute. Error bounds come with every prediction and say
-            whether K was enough.
+        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
+            bounds come with every prediction and say whether K was enough.
         params: which parameters count: None for all, name patterns, a predicate, or
             `last_layer()`.
         likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
@@ -88,7 +91,8 @@ def fit(
             f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
             "serves hessian and opg as well."
         )
-    options = SolverOptions(solver, rank, seed, residual_tolerance, max_products, smallest)
+    asked = _DEFAULT_RANK if rank is None else rank
+    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
     options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
     with Progress("Reading the data", None, "example", progress) as bar:
@@ -103,7 +107,9 @@ def fit(
             memory_budget=memory_budget,
             on_progress=bar.show,
         )
-    check_rank(rank, problem.num_parameters)
+    if rank is None:
+        options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
+    check_rank(options.rank, problem.num_parameters)
     problem.warn_if_far_from_optimum()
     diagnostics: dict[str, Any] = {
         "mean_loss": problem.mean_loss,

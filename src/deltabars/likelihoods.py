@@ -63,19 +63,24 @@ class Categorical(Likelihood):
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise DataError(
                 f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
-                "Convert them with .long(), or choose another likelihood."
+                "Convert class numbers with .long(); for other targets choose likelihood="
+                "'bernoulli' (0 or 1) or 'gaussian' (real numbers)."
             )
         if targets.shape != outputs.shape[:1]:
             raise DataError(
                 f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. Reshape them, for example "
-                "with .squeeze(1)."
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. "
+                + (
+                    "Turn one-hot rows into class numbers with .argmax(1)."
+                    if targets.shape == outputs.shape
+                    else "Reshape them, for example with .squeeze(1)."
+                )
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
             raise DataError(
                 f"Targets: expected class numbers from 0 to {classes - 1} (the model has "
-                f"{classes} outputs), got {low if low < 0 else high}."
+                f"{classes} outputs), got {low if low < 0 else high}. Classes count from 0."
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from deltabars import storage
 from deltabars.covariance import ESTIMATORS
 from deltabars.eigen import EigenPairs
-from deltabars.errors import CorruptFileError, WeightsMismatchError
+from deltabars.errors import CorruptFileError, ModelError, WeightsMismatchError
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
 from deltabars.likelihoods import get_likelihood
@@ -43,6 +43,8 @@ def load(
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     header, tensors = storage.read(path)
     try:
         space = ParameterSpace(

@@ -149,9 +149,9 @@ def model_errors() -> Iterator[None]:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
         raise ModelError(
-            "Model: expected a forward pass that takes these inputs and that torch.func can "
-            "differentiate (no in-place changes of buffers, no branches on values), got: "
-            f"{str(error).splitlines()[0]}"
+            "Model: expected a forward pass that takes inputs of this shape and type and that "
+            "torch.func can differentiate (no in-place changes of buffers, no branches on values); "
+            f"torch says: {str(error).splitlines()[0]}"
         ) from error
 
 

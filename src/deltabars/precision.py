@@ -7,20 +7,36 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, no TF32, no inference mode, no recording of gradients; all put back after."""
+    """No autocast, no TF32, no inference mode, no recording of gradients; all put back after.
+
+    Attention takes its plain form: the fused ones have no forward or per-example derivatives.
+    """
     with (
         torch.inference_mode(False),
         torch.no_grad(),  # torch.func turns gradients on where it needs them
         torch.autocast(device.type, enabled=False),
         _full_float32(device),
+        _plain_attention(),
     ):
         yield
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

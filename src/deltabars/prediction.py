@@ -141,7 +141,7 @@ class Prediction:
 
     def __repr__(self) -> str:
         count, classes = self.mean.shape
-        head = f"Prediction of {count} inputs, {classes} outputs"
+        head = f"Prediction of {_count(count, 'input')}, {_count(classes, 'output')}"
         lines = ["  ".join(row) for row in self._table(5)]
         more = [f"… and {count - 5} more"] if count > 5 else []
         return "\n".join([head, *lines, *more])
@@ -155,7 +155,7 @@ class Prediction:
         count, classes = self.mean.shape
         more = f"<p>… and {count - 10} more</p>" if count > 10 else ""
         return (
-            f"<p>Prediction of {count} inputs, {classes} outputs</p>"
+            f"<p>Prediction of {_count(count, 'input')}, {_count(classes, 'output')}</p>"
             f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>{more}"
         )
 
@@ -188,3 +188,7 @@ class Prediction:
         present: dict[str, Any] = {name: function(value) for name, value in self._present().items()}
         values: dict[str, Any] = {field.name: present.get(field.name) for field in fields(self)}
         return Prediction(**values)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

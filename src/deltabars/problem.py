@@ -76,6 +76,7 @@ class Problem:
             self.num_outputs = self._probe(first)
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
+            self._check_dependence(first)
             self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
 
     @property
@@ -136,10 +137,24 @@ class Problem:
                 f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
                 f"{self.relative_gradient:.0%} of the sum of its two parts. Train longer, or give "
                 "the l2 that the network was trained with (weight_decay of SGD and Adam; not of "
-                "AdamW).",
+                f"AdamW).{self._advice_on_training_mode()}",
                 OptimumWarning,
                 stacklevel=3,
             )
+
+    def _advice_on_training_mode(self) -> str:
+        kinds = {
+            type(module).__name__
+            for module in self.network.model.modules()
+            if "BatchNorm" in type(module).__name__ or "Dropout" in type(module).__name__
+        }
+        if not kinds:
+            return ""
+        return (
+            f" The model has {' and '.join(sorted(kinds))}, so the cost it was trained with is not "
+            "quite this one, of eval mode: train on for a while in eval mode, or take "
+            "params=last_layer(), which is less affected."
+        )
 
     def _probe(self, batch: Batch) -> int:
         """Check the outputs on one chunk; the number of outputs C."""
@@ -179,6 +194,21 @@ class Problem:
         scale = float(outputs.abs().max())
         if bool(alone.isfinite().all()) and float((alone - outputs[:1]).abs().max()) > 1e-3 * scale:
             raise ModelError(advice)
+
+    def _check_dependence(self, batch: Batch) -> None:
+        """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
+
+        def total(trained: dict[str, Tensor]) -> Tensor:
+            outputs = self.network.outputs(trained, batch.inputs)
+            return (outputs * torch.arange(1, outputs.shape[1] + 1, device=self.device)).sum()
+
+        gradient = torch.func.grad(total)(dict(self.network.trained))
+        if not any(bool(part.any()) for part in gradient.values()):
+            raise ModelError(
+                "Model output: expected one that depends on the selected parameters, got "
+                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
+                "forward pass."
+            )
 
     def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
         """Mean loss and its gradient (P,), with every loss and target checked on the way."""
@@ -223,7 +253,7 @@ def check_l2(l2: Any) -> float:
     """λ as a float, refused unless it is finite and above zero."""
     if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
         raise BadValueError(
-            f"l2: expected a finite number above zero (the weight decay of the training cost), "
-            f"got {l2!r}."
+            "l2: expected a finite Python number above zero (the weight decay of the training "
+            f"cost), got {l2!r}."
         )
     return float(l2)

@@ -31,6 +31,8 @@ def write(
 ) -> None:
     """Write a file, whole or not at all: to a temporary name beside it, then renamed."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = {**header, "format": FORMAT_VERSION}
     content["digest"] = _digest(content, plain)

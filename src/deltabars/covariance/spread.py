@@ -60,6 +60,11 @@ class Spread:
     paper_delta: Tensor
     covariance: Tensor | None
 
+    def __post_init__(self) -> None:
+        if self.covariance is not None:  # symmetric to the last bit, which products are not
+            whole = (self.covariance + self.covariance.mT) / 2
+            object.__setattr__(self, "covariance", whole)
+
     def std(self, bound: str) -> Interval:
         """The standard deviation of each class, with the named bound."""
         if bound == "paper":

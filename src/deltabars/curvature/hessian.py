@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
+from deltabars.problem import Problem
 
 Tensors = dict[str, Tensor]
 _TOGETHER = 8  # vectors
@@ -21,6 +23,10 @@ class HessianOperator(CurvatureOperator):
     Pearlmutter's product, forward over reverse: about three gradients a vector and pass. Several
     vectors share a forward pass, eight at a time, which bounds the memory they take.
     """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        _load_forward_derivatives()
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
         space = self.problem.parameters
@@ -36,6 +42,14 @@ class HessianOperator(CurvatureOperator):
 
     def _chunk_loss(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
         return self.problem.losses(trained, batch).sum()
+
+
+@cache
+def _load_forward_derivatives() -> None:
+    """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script`")
+        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
 
 
 def _derivative_along(

@@ -116,8 +116,8 @@ def check_rank(rank: int, size: int) -> None:
     """Refuse a rank that is not a whole number from 1 to P."""
     if not is_whole(rank) or not 1 <= rank <= size:
         raise BadValueError(
-            f"rank: expected a whole number from 1 to P = {size} (which gives the exact answer), "
-            f"got {rank!r}."
+            f"rank: expected a whole number from 1 to the number of parameters, P = {size}, got "
+            f"{rank!r}."
         )
 
 
