@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/deltabars demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests

@@ -84,4 +84,5 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
+            self._bar.refresh()  # the last numbers, however short the loop was
             self._bar.close()
