@@ -101,7 +101,7 @@ def test_interval_holds_for_a_fit_of_low_rank(estimator, solver):
 
 @pytest.mark.parametrize("estimator", ["hessian", "opg", "ggn"])
 def test_variance_and_bound_are_the_formulas(estimator):
-    """METHOD, sections 2 and 3, with dense matrices of size P."""
+    """σ̃² and δ of the paper, with dense matrices of size P."""
     case = cached_case("dense")
     n, rank = case.oracle.count, 9
     fit = fitted(case, estimator, rank)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.errors import OptimumWarning, SpectrumWarning
+from deltabars.errors import BadValueError, OptimumWarning, SpectrumWarning
 from tests.conftest import cached_case
 from tests.oracles import Oracle
 
@@ -196,6 +196,17 @@ def test_half_precision_models_are_computed_in_float32(dense_case):
     out = fit.predict(dense_case.unseen.half())
     close = fitted(dense_case, rank=5).predict(dense_case.unseen)
     torch.testing.assert_close(out.std.double(), close.std, rtol=0.05, atol=1e-3)  # half: 3 digits
+
+
+@pytest.mark.parametrize("estimator", ["hessian", "opg", "ggn"])
+def test_examples_worked_on_at_a_time_only_change_rounding(dense_case, estimator):
+    whole = fitted(dense_case, estimator).predict(dense_case.unseen)
+    for size in (1, 4, 28):
+        parts = fitted(dense_case, estimator, batch_size=size).predict(dense_case.unseen)
+        torch.testing.assert_close(parts.std, whole.std, rtol=1e-10, atol=0)
+    for size in (0, 2.5):
+        with pytest.raises(BadValueError, match="batch_size: expected a whole number from 1"):
+            fitted(dense_case, estimator, batch_size=size)
 
 
 def test_numbers_of_numpy_are_numbers(dense_case, tmp_path):

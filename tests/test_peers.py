@@ -157,7 +157,7 @@ class TestLaplaceTorch:
             "classification",
             subset_of_weights="all",
             hessian_structure="full",
-            # Its precision is Σ JᵀSJ + prior·I, which is N times METHOD's GGN.
+            # Its precision is Σ JᵀSJ + prior·I, which is N times our GGN.
             prior_precision=case.l2 * len(data),
             backend=backend,
         )

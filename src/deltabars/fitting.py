@@ -43,6 +43,7 @@ def fit(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     memory_budget: int | None = None,
+    batch_size: int | None = None,
     residual_tolerance: float | None = None,
     max_products: int | None = None,
     smallest: int = 0,
@@ -69,6 +70,8 @@ def fit(
         seed: of the start vectors; the same seed gives the same bits on a CPU.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes to stay within; half of the free memory by default.
+        batch_size: examples worked on at a time, whatever the loader's batches are; 256 on a CPU
+            and 2,048 elsewhere by default. Take fewer where activations fill the memory.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); 1e-5 in float32,
             1e-10 in float64.
         max_products: products a matrix at the most; pairs that have not converged by then are
@@ -105,6 +108,7 @@ def fit(
             device=device,
             dtype=dtype,
             memory_budget=memory_budget,
+            chunk_size=batch_size,
             on_progress=bar.show,
         )
     if rank is None:

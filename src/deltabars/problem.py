@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class Problem:
         self.likelihood = get_likelihood(likelihood)
         self.network = Network.capture(model, parameters, device, dtype)
         self.memory_budget = resolve_budget(memory_budget, self.device)
+        if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
+            raise BadValueError(
+                f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
+            )
         self.chunk_size = chunk_size or _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
         report = on_progress or (lambda done, what: None)
         self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2, report)
