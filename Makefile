@@ -4,9 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Threads that wait asleep: on a busy machine, spinning ones slow small networks down tenfold.
-export OMP_WAIT_POLICY := passive
-
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.demo

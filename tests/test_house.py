@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_every_python_block_runs(page, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # as in conftest, and for the same reason
     )
     assert done.returncode == 0, done.stderr
 
