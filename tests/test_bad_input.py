@@ -250,7 +250,7 @@ INPUTS = {
     "scalar": (lambda u: u[0, 0], "first dimension"),
     "None": (lambda u: None, "got NoneType"),
     "a mapping": (lambda u: {"x": u}, r"got x torch.float64 \(B, 4\)"),
-    "batches without labels": (lambda u: [u[:3], u[3:6]], "expected"),  # not inputs and labels
+    "batches without labels": (lambda u: [u[:3], u[3:6]], "one tensor of inputs more"),
 }
 
 

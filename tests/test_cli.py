@@ -82,6 +82,13 @@ def test_bad_folder_is_one_line_and_exit_code_1(tmp_path):
     assert "expected a folder that exists" in done.stderr
 
 
+def test_bad_file_type_is_refused_before_anything_is_computed(tmp_path):
+    done = deltabars("demo", "--out", str(tmp_path / "x.foo"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "ends in one of .png, .pdf, .svg" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("demo", "--nonsense")])
 def test_wrong_usage_is_exit_code_2(arguments):
     done = deltabars(*arguments)

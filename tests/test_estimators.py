@@ -56,7 +56,7 @@ def random_cases():
 
 @pytest.mark.parametrize("setting", list(random_cases()), ids=lambda s: f"{s[0]}-{s[3]}")
 def test_exact_value_lies_in_the_interval_at_every_rank(setting):
-    """7 inputs, 3 classes, two spaces and every rank: about 100,000 intervals in all."""
+    """7 inputs, 3 classes, two spaces and every rank of each estimator."""
     kind, count, l2, seed = setting
     case = cached_case(kind, count, l2, seed)
     positive = float(torch.linalg.eigvalsh(case.oracle.hessian())[0]) > 0

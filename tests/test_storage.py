@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from deltabars.errors import (
     StorageError,
     WeightsMismatchError,
 )
+from deltabars.likelihoods import Categorical
 from tests.conftest import cached_case
 from tests.networks import make_case
 
@@ -183,15 +185,15 @@ def test_no_code_is_run(tmp_path, dense_case):
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, fit, dense_case, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(path, fit):
     before = path.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(StorageError, match="No space left"):
-        fit.save(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the disk is full, in effect
+    try:
+        with pytest.raises(StorageError, match="Cannot write"):
+            fit.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -203,6 +205,18 @@ def test_places_that_cannot_be_written_or_read(fit, tmp_path, dense_case):
         deltabars.load(tmp_path / "missing", dense_case.model)
     with pytest.raises(StorageError, match="Cannot read"):
         deltabars.load(tmp_path, dense_case.model)
+
+
+def test_a_likelihood_of_ones_own_is_refused_at_once(dense_case, tmp_path):
+    class Own(Categorical):
+        name = "own"
+
+    fit = deltabars.fit(
+        dense_case.model, dense_case.data, l2=0.05, rank=5, likelihood=Own(), progress=False
+    )
+    with pytest.raises(StorageError, match=r"likelihoods.*got one of your own"):
+        fit.save(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_saving_twice_gives_the_same_bytes(fit, path, tmp_path):

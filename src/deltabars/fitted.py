@@ -15,6 +15,7 @@ from torch import Tensor
 from deltabars.covariance import (
     ESTIMATORS,
     Covariance,
+    Tail,
     build_covariance,
     warn_about_spectrum,
 )
@@ -85,11 +86,18 @@ class DeltaFit:
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
-        """The interval that the full sum lies in, if the tail lies between λ and λ_K."""
+        """The interval that the full sum lies in, if the tail lies between λ and λ_K.
+
+        Raises:
+            BadValueError: no eigenvalue is positive.
+        """
         values = self._main_values
-        tail = (self.num_parameters - len(values)) * float((values[-1] - self.l2) / values[-1])
-        known = self.effective_parameters
-        return known + min(0.0, tail), known + max(0.0, tail)
+        last = Tail.after(values, len(values), self.l2, self.num_parameters).last
+        slack = self.spectra[ESTIMATORS[self.estimator][0]].slack
+        rest = self.num_parameters - len(values)
+        low = self.effective_parameters + min(0.0, rest * (1 - self.l2 / last))
+        most = float((1 - self.l2 / (values + slack)).sum())
+        return low, most + max(0.0, rest * (1 - self.l2 / (last + slack)))
 
     def __post_init__(self) -> None:
         for name in ("spectra", "diagnostics"):
