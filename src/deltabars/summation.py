@@ -10,15 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STRETCH = 1024
+_STRETCH = 512
+_AT_ONCE = 1 << 22  # numbers: small products of many stretches are computed together
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """The products a bᵀ of rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
     if a.dtype == torch.float64:
         return a @ b.mT
-    total = (a[..., :_STRETCH] @ b[..., :_STRETCH].mT).double()
-    for start in range(_STRETCH, a.shape[-1], _STRETCH):
-        stretch = slice(start, start + _STRETCH)
-        total += a[..., stretch] @ b[..., stretch].mT
+    whole = a.shape[-1] // _STRETCH
+    last = slice(whole * _STRETCH, None)
+    total = (a[..., last] @ b[..., last].mT).double()
+    pieces_a, pieces_b = _stretches(a, whole), _stretches(b, whole)
+    together = max(1, _AT_ONCE // max(1, total.numel()))
+    for start in range(0, whole, together):
+        part = slice(start, start + together)
+        products = pieces_a[..., part, :, :] @ pieces_b[..., part, :, :].mT
+        if together == 1:
+            total += products.squeeze(-3)
+        else:
+            total += products.sum(-3, dtype=torch.float64)
     return total
+
+
+def _stretches(rows: Tensor, whole: int) -> Tensor:
+    """Rows (…, n, P) as (…, whole, n, stretch), without a copy."""
+    return rows[..., : whole * _STRETCH].unflatten(-1, (whole, _STRETCH)).transpose(-3, -2)
