@@ -7,87 +7,133 @@ from torch import Tensor
 
 from deltabars.summation import inner
 
+_COLUMNS_AT_ONCE = 4096
+
 
 class Basis:
-    """Orthonormal rows, kept in panels so that growing copies nothing."""
+    """Orthonormal rows, kept in panels so that growing copies nothing.
 
-    def __init__(self, width: int, panel_rows: int, device: torch.device, dtype: torch.dtype):
+    Args:
+        width: P.
+        first_panel: rows of the first panel; `keep` leaves what it keeps there if it fits.
+        locked: orthonormal rows (L, P) that all others are orthogonal to; they do not count.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        first_panel: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        locked: Tensor | None = None,
+    ) -> None:
         self._device, self._dtype = device, dtype
         self._width = width
-        self._panel_rows = panel_rows
+        self._first_panel = first_panel
         self._panels: list[Tensor] = []
+        self._locked = [] if locked is None else [locked]
         self.rows = 0
 
     def append(self, block: Tensor) -> None:
         """Add rows (b, P) that are orthonormal to one another and to all rows so far."""
         while block.shape[0]:
-            place = self.rows % self._panel_rows
-            if place == 0:
-                self._panels.append(self._zeros(self._panel_rows))
-            part = block[: self._panel_rows - place]
-            self._panels[-1][place : place + part.shape[0]] = part
+            room = sum(panel.shape[0] for panel in self._panels) - self.rows
+            if room == 0:
+                room = max(16, self._first_panel // (4 if self._panels else 1))
+                self._panels.append(self._empty(room))
+            last = self._panels[-1]
+            place = last.shape[0] - room
+            part = block[:room]
+            last[place : place + part.shape[0]] = part
             self.rows += part.shape[0]
             block = block[part.shape[0] :]
 
-    def remove(self, vectors: Tensor) -> Tensor:
-        """Subtract from each row of `vectors` its projection on the basis, once."""
-        vectors = vectors.clone()
-        for panel in self._filled():
+    def remove_from(self, vectors: Tensor) -> None:
+        """Subtract from each row of `vectors` its projection on the basis, once, in place."""
+        for panel in [*self._locked, *self._filled()]:
             vectors.addmm_(inner(vectors, panel).to(self._dtype), panel, alpha=-1)
-        return vectors
 
-    def combine(self, coefficients: Tensor) -> Tensor:
-        """Linear combinations (k, P) of the rows, for coefficients (rows, k) in float64."""
-        total = self._zeros(coefficients.shape[1])
-        start = 0
-        for panel in self._filled():
-            part = coefficients[start : start + panel.shape[0]].to(self._device, self._dtype)
-            total.addmm_(part.T, panel)
-            start += panel.shape[0]
-        return total
+    def keep(self, coefficients: Tensor) -> None:
+        """Replace the m rows by k ≤ m combinations of them, for coefficients (m, k) in float64.
 
-    def _zeros(self, rows: int) -> Tensor:
-        return torch.zeros(rows, self._width, device=self._device, dtype=self._dtype)
+        In place, some columns at a time: no second copy of the basis is made.
+        """
+        mixing = coefficients.T.to(self._device, self._dtype)
+        filled = self._filled()
+        for start in range(0, self._width, _COLUMNS_AT_ONCE):
+            columns = slice(start, start + _COLUMNS_AT_ONCE)
+            mixed = mixing @ torch.cat([panel[:, columns] for panel in filled])
+            done = 0
+            for panel in filled:
+                part = mixed[done : done + panel.shape[0]]
+                panel[: part.shape[0], columns] = part
+                done += part.shape[0]
+        self.rows = coefficients.shape[1]
+        needed = 0
+        while sum(panel.shape[0] for panel in self._panels[:needed]) < self.rows:
+            needed += 1
+        del self._panels[needed:]
+
+    def take(self) -> Tensor:
+        """The rows as one tensor; without a copy where they fill the first panel."""
+        filled = self._filled()
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._width, device=self._device, dtype=self._dtype)
 
     def _filled(self) -> list[Tensor]:
         if not self._panels:
             return []
-        last = self.rows - self._panel_rows * (len(self._panels) - 1)
-        return [*self._panels[:-1], self._panels[-1][:last]]
+        before = sum(panel.shape[0] for panel in self._panels[:-1])
+        return [*self._panels[:-1], self._panels[-1][: self.rows - before]]
 
 
 def orthonormal_rows(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows W (b, P) as R·V with V (b, P) orthonormal: V, R (b, b), and R's singular values (b,).
+    """Rows W (b, P) as R·V with V (b, P) orthonormal: V, R (b, b), and the strengths (b,).
 
-    V comes from a QR factorisation, so it is orthonormal whatever the rank of W, but in float32
-    for no more than five digits: a Cholesky factor of its own inner products mends that. The rows
-    of V are rotated to the singular directions, so that what is dependent is in the last ones.
+    The strengths are the singular values of W, descending; directions weaker than the rounding
+    errors of the strongest come out with strengths of about zero, and are not orthonormal.
+
+    From inner products, which are a few matrix products where a QR factorisation of long rows is
+    slow: the first round makes W well conditioned, the second one orthonormal.
     """
-    columns, triangle = torch.linalg.qr(vectors.T)  # W = triangleᵀ columnsᵀ
-    near = columns.T.contiguous()
-    factor = torch.linalg.cholesky(inner(near, near))  # near = factor·(orthonormal)
-    left, strengths, right = torch.linalg.svd(triangle.T.double() @ factor)
-    turn = torch.linalg.solve_triangular(factor, right, upper=False, left=False)
-    return turn.to(vectors.dtype) @ near, left * strengths, strengths
+    floor = torch.finfo(vectors.dtype).eps ** 0.5
+    turn, strengths = _principal(inner(vectors, vectors).cpu())
+    least = floor * float(strengths[0]) or 1.0
+    scale = strengths.clamp(min=least)
+    near = _times(turn / scale, vectors)  # W = (turn·scale)·near
+    factor = turn * scale
+    gram = inner(near, near).cpu()
+    if float(strengths[-1]) > least:
+        lower = torch.linalg.cholesky(gram)  # near = lower·(orthonormal)
+        return _times(_inverse(lower).T, near), factor @ lower, strengths
+    turn, lengths = _principal(gram)
+    left, strengths, right = torch.linalg.svd(factor @ (turn * lengths))
+    rows = _times((turn / lengths.clamp(min=floor)) @ right.T, near)
+    return rows, left * strengths, strengths
 
 
 def extend(
     basis: Basis, vectors: Tensor, count: int, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`count` orthonormal rows V that continue the basis along `vectors` (b, P).
+    """`count` orthonormal rows V that continue the basis along `vectors` (b, P), which change.
 
     Directions with a strength of less than `noise` are rounding errors: an invariant subspace was
     found, and they are replaced by random ones, with zeros in the coupling.
 
     Returns:
-        V (count, P), and the coupling R (b, count) in float64: vectors = R·V + (the basis).
+        V (count, P), and the coupling R (b, count) in float64 on the CPU: vectors = R·V + (the
+        basis).
     """
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
-    rows, coupling, strengths = orthonormal_rows(basis.remove(vectors))
+    basis.remove_from(vectors)
+    rows, coupling, strengths = orthonormal_rows(vectors)
     rows = rows[: min(count, int((strengths > noise).sum()))]
     coupling = coupling[:, : rows.shape[0]]
     if rows.shape[0]:
-        rows, turn, left = orthonormal_rows(basis.remove(rows))
+        basis.remove_from(rows)
+        rows, turn, left = orthonormal_rows(rows)
         real = int((left > 0.5).sum())  # a unit vector that shrinks was in the basis already
         rows, coupling = rows[:real], (coupling @ turn)[:, :real]
     missing = count - rows.shape[0]
@@ -96,11 +142,27 @@ def extend(
     return rows, torch.cat([coupling, coupling.new_zeros(coupling.shape[0], missing)], dim=1)
 
 
+def _principal(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvectors (columns) of a Gram matrix and the roots of its eigenvalues, descending."""
+    values, columns = torch.linalg.eigh(gram)
+    return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
+
+
+def _times(columns: Tensor, rows: Tensor) -> Tensor:
+    """columnsᵀ · rows (b, P), for a small matrix in float64 on the CPU."""
+    return columns.T.to(rows.device, rows.dtype) @ rows
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    eye = torch.eye(lower.shape[0], dtype=lower.dtype)
+    return torch.linalg.solve_triangular(lower, eye, upper=False)
+
+
 def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Random orthonormal rows (count, P), orthogonal to the basis and to `rows`."""
     fresh = random_rows(count, rows.shape[1], generator, rows.device, rows.dtype)
     for _ in range(3):  # each pass on unit rows: what little room is left is found by the second
-        fresh = basis.remove(fresh)
+        basis.remove_from(fresh)
         fresh = fresh - inner(fresh, rows).to(rows.dtype) @ rows
         fresh = orthonormal_rows(fresh)[0]
     return fresh
@@ -110,4 +172,4 @@ def random_rows(
     count: int, width: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Standard normal rows (count, width), the same ones on every device."""
-    return torch.randn(count, width, generator=generator, dtype=torch.float64).to(device, dtype)
+    return torch.randn(count, width, generator=generator, dtype=torch.float32).to(device, dtype)

@@ -5,11 +5,13 @@ Both grow an orthonormal basis V of the Krylov space of A from random rows, one 
     A V_j = (terms in V_1 … V_j) + R_j V_{j+1}
 
 so that T = V A Vᵀ is block tridiagonal. Its eigenpairs (θ, s) give the Ritz pairs (θ, sᵀV) of A,
-whose residual norms ‖s_jᵀ R_j‖ cost nothing.
+whose residual norms ‖s_jᵀ R_j‖ cost nothing. Where the basis may not grow any further, it is
+restarted from the best of its Ritz vectors (a thick restart), which go on to converge.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,16 +26,19 @@ from deltabars.eigen.pairs import (
     EigenPairs,
     check_rank,
     default_tolerance,
+    is_whole,
     lower_scale,
     residual_scale,
     warn_unconverged,
 )
+from deltabars.eigen.projected import Projected, Ritz
 from deltabars.errors import BadValueError
 from deltabars.summation import inner
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
 _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
+_CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
 
 
 def lanczos(
@@ -43,6 +48,7 @@ def lanczos(
     smallest: int = 0,
     tolerance: float | None = None,
     max_products: int | None = None,
+    max_vectors: int | None = None,
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> EigenPairs:
@@ -57,12 +63,16 @@ def lanczos(
         smallest: how many eigenvalues of the lower end must converge as well.
         tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
         max_products: stop there, with a warning if pairs have not converged; no limit by default.
+        max_vectors: rows that the basis may have before it is restarted, at the cost of further
+            products; at least `rank + smallest` and two blocks. No limit by default.
         seed: of the random start vector.
         on_step: called with the products done and the pairs converged.
 
-    Cost: a few times `rank` products, and as many vectors of memory; m²P operations for m steps.
+    Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
+    and two blocks, the result included); m²P operations for m steps.
     """
-    return _solve("lanczos", operator, rank, 1, smallest, tolerance, max_products, seed, on_step)
+    limits = _Limits(tolerance, max_products, max_vectors)
+    return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step)
 
 
 def block_krylov(
@@ -73,6 +83,7 @@ def block_krylov(
     smallest: int = 0,
     tolerance: float | None = None,
     max_products: int | None = None,
+    max_vectors: int | None = None,
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> EigenPairs:
@@ -82,30 +93,25 @@ def block_krylov(
     (a kept Jacobian). Arguments as for `lanczos`; `block_size` is a tenth of the rank by default,
     between 2 and 100.
     """
-    size = block_size if block_size is not None else max(2, min(100, rank // 10))
+    size = block_size if block_size is not None else default_block_size(rank)
     if size < 1:
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    return _solve(
-        "block_krylov", operator, rank, size, smallest, tolerance, max_products, seed, on_step
-    )
+    limits = _Limits(tolerance, max_products, max_vectors)
+    return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step)
+
+
+def default_block_size(rank: int) -> int:
+    """Vectors a block: a tenth of the rank, between 2 and 100."""
+    return max(2, min(100, rank // 10))
 
 
 @dataclass(frozen=True)
-class _Ritz:
-    """The state of a Krylov run: Ritz values (ascending), coordinates, residual norms."""
+class _Limits:
+    """When to stop and when to restart, as the user gave it."""
 
-    values: Tensor  # (m,)
-    coordinates: Tensor  # (m, m), a column a pair
-    norms: Tensor  # (m,)
-
-    def converged(self, rank: int, smallest: int, tolerance: float) -> tuple[int, bool]:
-        """How many of the largest `rank` pairs have converged, and whether all asked for have."""
-        top = self.values.flip(0)[:rank]
-        upper = self.norms.flip(0)[:rank] <= tolerance * residual_scale(top)
-        ends = self.values[-1:].expand(smallest)
-        low = self.norms[:smallest] <= tolerance * lower_scale(self.values[:smallest], ends)
-        enough = self.values.shape[0] >= rank + smallest
-        return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
+    tolerance: float | None
+    max_products: int | None
+    max_vectors: int | None
 
 
 def _solve(
@@ -114,8 +120,7 @@ def _solve(
     rank: int,
     block_size: int,
     smallest: int,
-    tolerance: float | None,
-    max_products: int | None,
+    limits: _Limits,
     seed: int,
     on_step: OnStep | None,
 ) -> EigenPairs:
@@ -125,25 +130,32 @@ def _solve(
         raise BadValueError(
             f"smallest: expected 0 to {matrix.shape[0] - rank} (P − rank), got {smallest}."
         )
-    limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
+    limit = default_tolerance(matrix.dtype) if limits.tolerance is None else limits.tolerance
     if not limit > 0:
-        raise BadValueError(f"tolerance: expected a number above zero, got {tolerance}.")
+        raise BadValueError(f"tolerance: expected a number above zero, got {limit}.")
     generator = torch.Generator().manual_seed(seed)
-    budget = max_products if max_products is not None else 2**62
+    budget = 2**62 if limits.max_products is None else limits.max_products
     fewest = min(-(-rank // block_size) * block_size, matrix.shape[0])
     if budget < fewest:
         raise BadValueError(
-            f"max_products: expected at least {fewest} for {rank} pairs, got {max_products}."
+            f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
         )
-    run = _Run(matrix, generator, limit, budget, on_step)
+    room = matrix.shape[0] if limits.max_vectors is None else limits.max_vectors
+    if not is_whole(room) or room < min(rank + smallest + 2 * block_size, matrix.shape[0]):
+        raise BadValueError(
+            f"max_vectors: expected a whole number from {rank + smallest + 2 * block_size} on "
+            f"(the pairs and two blocks of {block_size}), got {room!r}."
+        )
+    run = _Run(matrix, generator, limit, budget, room, on_step)
     pairs = run.largest(rank, block_size, smallest)
     if bool((pairs.residuals <= limit).all()):
-        pairs = run.with_missed_copies(pairs)
+        pairs = run.with_missed_copies(pairs, block_size)
     converged = int((pairs.residuals <= limit).sum())
     statistics = {
         **pairs.statistics,
         "solver": solver,
         "products": matrix.products,
+        "restarts": run.restarts,
         "converged": converged,
         "tolerance": limit,
     }
@@ -152,56 +164,59 @@ def _solve(
     return pairs
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     matrix: _Products
     generator: torch.Generator
     tolerance: float
     max_products: int
+    max_vectors: int
     on_step: OnStep | None
+    restarts: int = 0
 
     def largest(
         self, rank: int, block_size: int, smallest: int = 0, locked: Tensor | None = None
     ) -> EigenPairs:
         """The largest pairs of the matrix on the orthogonal complement of `locked` (L, P)."""
-        size = self.matrix.shape[0]
-        basis = Basis(size, max(64, rank // 2), self.matrix.device, self.matrix.dtype)
-        offset = 0
-        if locked is not None:
-            basis.append(locked)
-            offset = locked.shape[0]
-        room = size - offset
+        size, device, dtype = self.matrix.shape[0], self.matrix.device, self.matrix.dtype
+        basis = Basis(size, rank, device, dtype, locked)
+        projected = Projected(device)
+        room = size - (0 if locked is None else locked.shape[0])
         block_size = min(block_size, room)
-        start = random_rows(block_size, size, self.generator, self.matrix.device, self.matrix.dtype)
+        start = random_rows(block_size, size, self.generator, device, dtype)
         block, _ = extend(basis, start, block_size, 0.0, self.generator)
-        diagonal: list[Tensor] = []
-        couplings: list[Tensor] = []
-        norm, converged = 0.0, 0
+        del start
+        norm, least, converged = 0.0, math.inf, 0
         next_check = min(rank + smallest, room)
         while True:
             basis.append(block)
             image = self.matrix.matmat(block)  # (b, P)
             middle = inner(block, image).cpu()
-            diagonal.append((middle + middle.T) / 2)
+            del block  # the basis has it
             norm = max(norm, float(middle.abs().max()))
-            done = basis.rows - offset
-            width = min(block_size, room - done)
+            width = min(block_size, room - basis.rows)
             # Rounding in a product is of the order of eps·‖A‖: what is weaker than that is noise.
-            noise = 10 * torch.finfo(self.matrix.dtype).eps * norm
-            following, coupling = extend(basis, image, width, noise, self.generator)
-            couplings.append(coupling.cpu())
+            noise = 10 * torch.finfo(dtype).eps * norm
+            block, coupling = extend(basis, image, width, noise, self.generator)
+            del image
+            projected.append(middle, coupling)
             last = width == 0 or self.matrix.products + width > self.max_products
-            if done >= next_check or last:
-                ritz = _ritz(diagonal, couplings)
+            full = basis.rows + width > self.max_vectors
+            if basis.rows >= next_check or last or full:
+                ritz = projected.ritz()
+                least = min(least, float(ritz.values[0]))
                 converged, finished = ritz.converged(rank, smallest, self.tolerance)
                 if finished or last:
-                    return self._pairs(basis, offset, ritz, rank)
-                next_check = done + max(block_size, done // 16)
+                    return self._pairs(basis, ritz, rank, least)
+                if full:
+                    kept = _to_keep(len(ritz.values), rank, smallest, block_size)
+                    basis.keep(projected.restart(ritz, kept))
+                    self.restarts += 1
+                next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
             if self.on_step is not None:
                 self.on_step(self.matrix.products, converged)
-            block = following
 
-    def with_missed_copies(self, pairs: EigenPairs) -> EigenPairs:
+    def with_missed_copies(self, pairs: EigenPairs, block_size: int) -> EigenPairs:
         """Look outside the pairs for a larger eigenvalue than the last, and take it in.
 
         A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
@@ -210,12 +225,15 @@ class _Run:
         so what they show is there.
         """
         rank = len(pairs)
+        # A small search bears no long probe, and a block has seen as many copies as it has rows.
+        steps = min(_GUARD_PRODUCTS, 3 + rank // (8 * block_size))
         while rank < self.matrix.shape[0]:
             room = self.max_products - self.matrix.products
             if room < 2:
                 return pairs
-            probe_limit = self.matrix.products + min(_GUARD_PRODUCTS, room)
-            probe = _Run(self.matrix, self.generator, self.tolerance, probe_limit, None)
+            probe = replace(
+                self, max_products=self.matrix.products + min(steps, room), on_step=None
+            )
             top = probe.largest(1, 1, locked=pairs.vectors).values[0]
             slack = 10 * self.tolerance * float(residual_scale(pairs.values)[-1])
             if float(top) <= float(pairs.values[-1]) + slack:
@@ -224,11 +242,10 @@ class _Run:
             pairs = _merge(pairs, missed, rank)
         return pairs
 
-    def _pairs(self, basis: Basis, offset: int, ritz: _Ritz, rank: int) -> EigenPairs:
+    def _pairs(self, basis: Basis, ritz: Ritz, rank: int, least: float) -> EigenPairs:
         device = self.matrix.device
         values = ritz.values.flip(0)[:rank]
-        coordinates = ritz.coordinates.flip(1)[:, :rank]
-        padded = torch.cat([coordinates.new_zeros(offset, coordinates.shape[1]), coordinates])
+        basis.keep(ritz.coordinates.flip(1)[:, :rank])
         residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
         rest = ritz.values.shape[0] - values.shape[0]
         lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
@@ -236,26 +253,24 @@ class _Run:
         known = int((lower_residuals <= self.tolerance).long().cumprod(0).sum())
         return EigenPairs(
             values.to(device),
-            basis.combine(padded.to(device)),
+            basis.take(),
             residuals.to(device),
             lower[:known].to(device),
             lower_residuals[:known].to(device),
-            {LEAST_RITZ: float(ritz.values[0])},
+            {LEAST_RITZ: least},
         )
 
 
-def _ritz(diagonal: list[Tensor], couplings: list[Tensor]) -> _Ritz:
-    """The eigenpairs of the block tridiagonal T, and their residuals through the last coupling."""
-    projected = torch.block_diag(*diagonal)
-    start = 0
-    for middle, coupling in zip(diagonal[:-1], couplings[:-1], strict=True):
-        here, after = start + middle.shape[0], start + sum(coupling.shape)
-        projected[start:here, here:after] = coupling
-        projected[here:after, start:here] = coupling.T
-        start = here
-    values, coordinates = torch.linalg.eigh(projected)
-    norms = (couplings[-1].T @ coordinates[start:]).norm(dim=0)
-    return _Ritz(values, coordinates, norms)
+def _to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
+    """Which of `size` ascending Ritz pairs a restart keeps: those wanted, and a third of the rest.
+
+    What is kept beyond the wanted pairs saves it from being found again; what is not leaves room.
+    """
+    rest = size - rank - smallest
+    spare = max(0, min(rest // 3, rest - 2 * block_size))
+    below = smallest + spare // 2 if smallest else 0
+    above = rank + smallest + spare - below
+    return torch.cat([torch.arange(below), torch.arange(size - above, size)])
 
 
 def _merge(pairs: EigenPairs, missed: EigenPairs, rank: int) -> EigenPairs:

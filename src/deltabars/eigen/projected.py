@@ -1,0 +1,83 @@
+"""A matrix seen from a Krylov space: T = V A Vᵀ, which grows with the basis V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltabars.eigen.pairs import lower_scale, residual_scale
+
+_WORTH_A_TRIP = 256  # rows: from there on the device of the matrix is faster than the CPU
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """The eigenpairs of T: Ritz values (ascending), coordinates, residual norms."""
+
+    values: Tensor  # (m,)
+    coordinates: Tensor  # (m, m), a column a pair
+    norms: Tensor  # (m,)
+
+    def converged(self, rank: int, smallest: int, tolerance: float) -> tuple[int, bool]:
+        """How many of the largest `rank` pairs have converged, and whether all asked for have."""
+        top = self.values.flip(0)[:rank]
+        upper = self.norms.flip(0)[:rank] <= tolerance * residual_scale(top)
+        ends = self.values[-1:].expand(smallest)
+        low = self.norms[:smallest] <= tolerance * lower_scale(self.values[:smallest], ends)
+        enough = self.values.shape[0] >= rank + smallest
+        return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
+
+
+class Projected:
+    """T in float64, and the coupling R of its last rows to the block that comes next.
+
+    A V_j = (terms in V_1 … V_j) + R V_{j+1}: T is block tridiagonal, but for the first rows after
+    a restart, which are Ritz vectors and are all coupled to the block that follows them.
+
+    Attributes:
+        size: the number of rows of T.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else torch.device("cpu")
+        self._space = torch.zeros(0, 0, dtype=torch.float64)  # T is its upper left part
+        self._coupling = torch.zeros(0, 0, dtype=torch.float64)
+        self.size = 0
+
+    def append(self, middle: Tensor, following: Tensor) -> None:
+        """Add a block with V_j A V_jᵀ = middle (b, b), coupled to the one that follows by R."""
+        before, after = self.size, self.size + middle.shape[0]
+        if after > self._space.shape[0]:
+            grown = torch.zeros(2 * after, 2 * after, dtype=torch.float64)
+            grown[:before, :before] = self._matrix
+            self._space = grown
+        self._space[before:after, before:after] = (middle + middle.T) / 2
+        if before:
+            first = before - self._coupling.shape[0]
+            self._space[first:before, before:after] = self._coupling
+            self._space[before:after, first:before] = self._coupling.T
+        self.size, self._coupling = after, following
+
+    @property
+    def _matrix(self) -> Tensor:
+        return self._space[: self.size, : self.size]
+
+    def ritz(self) -> Ritz:
+        """The Ritz pairs, with their residual norms through the coupling. Cost: m³."""
+        here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
+        values, coordinates = torch.linalg.eigh(self._matrix.to(here))
+        last = coordinates[self.size - self._coupling.shape[0] :].cpu()
+        norms = (self._coupling.T @ last).norm(dim=0)
+        return Ritz(values.cpu(), coordinates, norms)
+
+    def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:
+        """Go on with the Ritz pairs of the indices `kept` (k,) alone: their coordinates (m, k)."""
+        coordinates = ritz.coordinates[:, kept.to(ritz.coordinates.device)]
+        last = coordinates[self.size - self._coupling.shape[0] :].cpu()
+        self._coupling = last.T @ self._coupling
+        self._space.zero_()
+        self.size = kept.shape[0]
+        self._matrix.diagonal().copy_(ritz.values[kept])
+        return coordinates
