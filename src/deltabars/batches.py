@@ -36,15 +36,16 @@ class Batch:
         targets = None if self.targets is None else self.targets[index]
         return Batch(map_leaves(lambda leaf: leaf[index], self.inputs), targets)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """The batch on `device`, its floating inputs in `dtype`."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """The batch on `device`, its floating inputs in `dtype` where that is given."""
 
         def move(leaf: Tensor) -> Tensor:
             leaf = leaf.clone() if leaf.is_inference() else leaf
             return leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
 
-        targets = None if self.targets is None else self.targets.detach().to(device)
-        return Batch(map_leaves(move, self.inputs), targets)
+        with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+            targets = None if self.targets is None else self.targets.detach().to(device)
+            return Batch(map_leaves(move, self.inputs), targets)
 
 
 def labelled(raw: Any) -> Batch:

@@ -12,7 +12,7 @@ from deltabars.batches import Batch, check_can_be_read_again, is_fixed, iterate,
 from deltabars.errors import DataError
 from deltabars.inputs import Signature, leaves, map_leaves
 
-_READ_SIZE = 256  # examples a batch, where the data do not come in batches
+_READ_SIZE = 1024  # examples a batch, where the data do not come in batches
 _MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
 
 
@@ -42,6 +42,7 @@ class TrainingData:
         self.num_examples, self.fingerprint = 0, 0
         signature: Signature | None = None
         for batch in self._read():
+            batch = batch.to(device)
             _check_finite(batch)
             found = Signature.of(batch.inputs)
             signature = found if signature is None else signature.merge(found)
@@ -63,6 +64,11 @@ class TrainingData:
         elif kept is not None:
             kept = [labelled(data).to(device, dtype)]  # the tensors themselves, not a copy
         self._kept = None if kept is None else _join(kept, signature)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every pass gives the same chunks, of one shape (but for the last)."""
+        return self._kept is not None and len(self._kept) == 1
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """One pass over all examples, on the device, at most `size` at a time."""
@@ -86,7 +92,7 @@ class TrainingData:
         count, fingerprint = 0, 0
         for batch in self._read():
             count += len(batch)
-            fingerprint = _add(fingerprint, batch)
+            fingerprint = _add(fingerprint, batch.to(self._device))
             report(count, f"read again, of {self.num_examples}")
         if (count, fingerprint) != (self.num_examples, self.fingerprint):
             raise DataError(

@@ -26,6 +26,10 @@ class MissingDependencyError(DeltaBarsError, ImportError):
     """An optional library is needed and is not installed."""
 
 
+class NotEnoughMemoryError(DeltaBarsError, MemoryError):
+    """There is no memory for even one example at a time."""
+
+
 class StorageError(DeltaBarsError):
     """A saved fit cannot be written or read."""
 
@@ -60,3 +64,7 @@ class ModelWarning(DeltaBarsWarning):
 
 class SpectrumWarning(DeltaBarsWarning):
     """The spectrum breaks the premise of the error bound, or of a covariance."""
+
+
+class MemoryWarning(DeltaBarsWarning):
+    """Memory ran out, and the computation goes on with fewer examples at a time."""

@@ -1,14 +1,24 @@
-"""How much memory a computation may take."""
+"""How much memory a computation may take, and what to do when there is less."""
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
 import torch
 
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
 
-_NOMINAL = 1 << 30  # bytes
+Result = TypeVar("Result")
+
+# Bytes that one chunk of work takes where there is enough memory: on a CPU little more than its
+# caches, on a GPU enough to keep it busy.
+_NOMINAL = {"cpu": 1 << 28}
+_NOMINAL_ELSEWHERE = 1 << 34
 
 
 def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
@@ -25,7 +35,8 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """The memory that is free on a device now."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {name: value.split()[0] for name, _, value in (x.partition(":") for x in lines)}
@@ -34,12 +45,90 @@ def free_bytes(device: torch.device) -> int:
         return 4 << 30
 
 
-def chunk_within(budget: int, bytes_per_item: int, most: int) -> int:
+def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.device) -> int:
     """How many items to work on at a time: at least one, at most `most`.
 
-    As many as take a gibibyte, rounded down to a power of two; fewer only where that is more than
-    an eighth of the budget. So the chunks, and with them the last bits of sums, do not depend on
-    how much memory happens to be free, unless it is scarce.
+    As many as take a nominal amount (a quarter of a gibibyte on a CPU), rounded down to a power of
+    two; fewer only where that is more than a quarter of the budget. So the chunks, and with them
+    the last bits of sums, do not depend on how much memory happens to be free, unless it is scarce.
     """
-    fitting = max(1, min(_NOMINAL, budget // 8) // max(1, bytes_per_item))
+    nominal = _NOMINAL.get(device.type, _NOMINAL_ELSEWHERE)
+    fitting = max(1, min(nominal, budget // 4) // max(1, bytes_per_item))
     return min(most, 1 << (fitting.bit_length() - 1))
+
+
+class Splittable(Protocol):
+    """Some examples that can be worked on in parts."""
+
+    def __len__(self) -> int: ...
+
+    def split(self, size: int) -> Iterator[Self]:
+        """The same examples, at most `size` at a time."""
+
+
+Examples = TypeVar("Examples", bound=Splittable)
+
+
+class ChunkSize:
+    """How many examples are worked on at a time: half as many each time that memory runs out.
+
+    Attributes:
+        value: the present number.
+    """
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self._warned = False
+
+    def each(
+        self, batches: Iterable[Examples], work: Callable[[Examples], Result]
+    ) -> Iterator[Result]:
+        """The results of `work` on all examples in turn, at most `value` of them at a time."""
+        for batch in batches:
+            waiting = deque(batch.split(self.value))
+            while waiting:
+                part = waiting.popleft()
+                result = attempt(partial(work, part))
+                if result is not None:
+                    yield result
+                else:
+                    self.halve(len(part))
+                    waiting.extendleft(reversed(list(part.split(self.value))))
+
+    def halve(self, failed: int) -> None:
+        """Go down to half of the number that there was no memory for, and say so once."""
+        if failed <= 1:
+            raise NotEnoughMemoryError(
+                "Memory: expected room for one example at a time, got too little. Free some, use "
+                "a larger device, or choose fewer parameters with params=."
+            )
+        self.value = (failed + 1) // 2
+        if not self._warned:
+            warnings.warn(
+                f"Memory: expected room for {failed} examples at a time, got too little; going on "
+                f"with {self.value} or fewer. Start there with batch_size=, or with a smaller "
+                "memory_budget=.",
+                MemoryWarning,
+                stacklevel=3,
+            )
+        self._warned = True
+
+
+def attempt(work: Callable[[], Result]) -> Result | None:
+    """The result of `work`, or None where memory ran out on the way."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+    # Only here, after the exception and the tensors that its traceback holds are gone.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on a GPU or on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

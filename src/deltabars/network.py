@@ -11,12 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
+from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
 from deltabars.precision import full_precision
 
@@ -61,12 +65,13 @@ class Network:
         kind = _working_dtype(state[space.names[0]].dtype, dtype)
         try:
             place = torch.device(device) if device is not None else next(iter(devices))
-            copies = {
-                name: value.detach().to(
-                    place, kind if value.is_floating_point() else None, copy=True
-                )
-                for name, value in state.items()
-            }
+            with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+                copies = {
+                    name: value.detach().to(
+                        place, kind if value.is_floating_point() else None, copy=True
+                    )
+                    for name, value in state.items()
+                }
         except (RuntimeError, AssertionError, TypeError) as error:
             raise BadValueError(
                 f"device: expected one that torch has here, got {device!r} "
@@ -104,6 +109,12 @@ class Network:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
+    def activation_bytes(self, inputs: Inputs) -> int:
+        """The memory of everything that a forward pass computes on the way."""
+        with _OutputBytes() as counter:
+            self.outputs(dict(self.trained), inputs)
+        return counter.total
+
     def check_last_layer(self, examples: Inputs) -> None:
         """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
         jacobian = torch.func.vmap(torch.func.jacrev(self.one_output), in_dims=(None, 0))
@@ -140,14 +151,28 @@ class Network:
                 setattr(module, name, hooks)
 
 
+class _OutputBytes(TorchDispatchMode):
+    """Adds up the sizes of the results of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
 @contextmanager
 def model_errors() -> Iterator[None]:
     """Say in terms of the user's model what `torch.func` could not do with it."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, IndexError, TypeError) as error:
+        if ran_out(error):
+            raise
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch.func can differentiate (no in-place changes of buffers, no branches on values); "

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,6 +62,15 @@ class ParameterSpace:
     def size(self) -> int:
         """P, the length of the flat vector."""
         return sum(self.sizes)
+
+    @property
+    def places(self) -> dict[str, slice]:
+        """Where in the flat vector each parameter is."""
+        ends = list(accumulate(self.sizes))
+        return {
+            name: slice(end - size, end)
+            for name, size, end in zip(self.names, self.sizes, ends, strict=True)
+        }
 
     @classmethod
     def select(cls, model: torch.nn.Module, selection: Selection = None) -> ParameterSpace:

@@ -19,14 +19,15 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
-from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood, get_likelihood
-from deltabars.memory import resolve_budget
+from deltabars.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.network import Network, model_errors
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
 
-_CHUNK = {"cpu": 256}  # examples a chunk; small ones stay in the cache of a CPU
-_CHUNK_ELSEWHERE = 2048
+_LARGEST_CHUNK = {"cpu": 1024}  # examples
+_LARGEST_CHUNK_ELSEWHERE = 8192
+_COPIES = 4  # of all activations, that derivatives take about
+_PROBE = 64  # examples that the model is tried out on
 _FAR_FROM_OPTIMUM = 0.5
 
 
@@ -41,7 +42,9 @@ class Problem:
         l2: λ > 0 of the cost.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
-        chunk_size: examples that are worked on at a time.
+        chunk_size: examples that are worked on at a time; by default as many as the memory
+            budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
+            the same, half as many are tried, with a warning.
         on_progress: called with the examples done and what is being done with them.
 
     Raises:
@@ -72,12 +75,13 @@ class Problem:
             raise BadValueError(
                 f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
             )
-        self.chunk_size = chunk_size or _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
         report = on_progress or (lambda done, what: None)
         self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2, report)
         with self.network.evaluation(), model_errors():
-            first = next(iter(self.chunks()))
+            first = next(iter(self.chunks(_PROBE)))
             self.num_outputs = self._probe(first)
+            self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
+            self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
@@ -121,17 +125,12 @@ class Problem:
 
     def chunks(self, size: int | None = None) -> Iterator[Batch]:
         """One pass over the data in chunks, on the device."""
-        return self.data.chunks(size or self.chunk_size)
+        return self.data.chunks(size or self.chunk_size.value)
 
     def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
         """The loss of each example of a batch, (B,), as a function of the parameters."""
         assert batch.targets is not None
         return self.likelihood.loss(self.network.outputs(trained, batch.inputs), batch.targets)
-
-    def one_loss(self, trained: dict[str, Tensor], example: Inputs, target: Tensor) -> Tensor:
-        """The loss of one example that has no batch dimension, for use under vmap."""
-        output = self.network.one_output(trained, example)
-        return self.likelihood.loss(output.unsqueeze(0), target.unsqueeze(0)).squeeze(0)
 
     def warn_if_far_from_optimum(self) -> None:
         """Warn where the gradient of the cost is far from zero."""
@@ -214,36 +213,26 @@ class Problem:
                 "forward pass."
             )
 
+    def _default_chunk_size(self) -> int:
+        most = _LARGEST_CHUNK.get(self.device.type, _LARGEST_CHUNK_ELSEWHERE)
+        per_example = _COPIES * self.activation_bytes
+        return chunk_within(self.memory_budget, per_example, most, self.device)
+
     def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
         """Mean loss and its gradient (P,), with every loss and target checked on the way."""
-        trained = dict(self.network.trained)
         total = torch.zeros(self.num_parameters, device=self.device, dtype=torch.float64)
         loss_sum = 0.0
         done = 0
-
-        def chunk_loss(at: dict[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-            losses = self.losses(at, batch)
-            return losses.sum(), losses
-
-        for batch in self.chunks():
-            outputs = self.network.outputs(trained, batch.inputs)
-            assert batch.targets is not None
-            if outputs.shape[1] != self.num_outputs:
-                raise ModelError(
-                    f"Model output: expected {self.num_outputs} columns on every batch, got "
-                    f"{outputs.shape[1]}."
-                )
-            self.likelihood.check_targets(outputs, batch.targets)
-            gradient, losses = torch.func.grad(chunk_loss, has_aux=True)(trained, batch)
+        for losses, gradient in self.chunk_size.each(self.chunks(), self._chunk_gradient):
             bad = int((~losses.isfinite()).sum())
             if bad:
                 raise DataError(
                     f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
-                    f"of {len(batch)} examples. Look for outputs that overflow."
+                    f"of {len(losses)} examples. Look for outputs that overflow."
                 )
             loss_sum += float(losses.double().sum())
-            total += self.parameters.flatten(gradient)
-            done += len(batch)
+            total += gradient
+            done += len(losses)
             report(done, f"gradient of {self.num_examples}")
         if not bool(total.isfinite().all()):
             raise ModelError(
@@ -251,6 +240,24 @@ class Problem:
                 "or logarithms at zero in the model."
             )
         return loss_sum / self.num_examples, (total / self.num_examples).to(self.dtype)
+
+    def _chunk_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The losses (B,) of a chunk and the gradient (P,) of their sum."""
+
+        def total(at: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            outputs = self.network.outputs(at, batch.inputs)
+            assert batch.targets is not None
+            if outputs.shape[1] != self.num_outputs:
+                raise ModelError(
+                    f"Model output: expected {self.num_outputs} columns on every batch, got "
+                    f"{outputs.shape[1]}."
+                )
+            self.likelihood.check_targets(outputs, batch.targets)
+            losses = self.likelihood.loss(outputs, batch.targets)
+            return losses.sum(), losses
+
+        gradient, losses = torch.func.grad(total, has_aux=True)(dict(self.network.trained))
+        return losses, self.parameters.flatten(gradient)
 
 
 def check_l2(l2: Any) -> float:
