@@ -20,6 +20,7 @@ from deltabars.covariance import (
     warn_about_spectrum,
 )
 from deltabars.covariance.spread import BOUNDS
+from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import is_whole
@@ -30,7 +31,7 @@ from deltabars.network import Network
 from deltabars.precision import full_precision
 from deltabars.problem import check_l2
 from deltabars.saving import save
-from deltabars.scoring import Scorer, choose_chunk_size
+from deltabars.scoring import Scorer
 from deltabars.summation import inner
 
 
@@ -132,7 +133,9 @@ class DeltaFit:
         Returns:
             A Prediction, or a dict of them.
 
-        Cost: C gradients an input and C·P·K operations a matrix; memory batch_size·C·P numbers.
+        Cost: C backward passes an input, and for each matrix P·K operations an input for dense
+        layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
+        layer and for each activation.
         """
         names = self._estimators(estimator)
         used = self.rank if rank is None else rank
@@ -160,7 +163,7 @@ class DeltaFit:
         matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
         bases = {matrix: self.spectra[matrix].vectors[:used] for matrix in sorted(matrices)}
         scorer = Scorer(
-            self.network,
+            self._pullback,
             self.likelihood,
             self.signature,
             bases,
@@ -168,9 +171,9 @@ class DeltaFit:
             space,
             bound,
             with_covariance=covariance,
+            memory_budget=self.memory_budget,
         )
-        size = batch_size or choose_chunk_size(self.network, self.num_outputs, self.memory_budget)
-        results = scorer.predict(inputs, size, self.progress)
+        results = scorer.predict(inputs, batch_size, self.progress)
         asked_for_one = estimator is None or isinstance(estimator, str)
         return results[names[0]] if asked_for_one else results
 
@@ -243,6 +246,10 @@ class DeltaFit:
     def _main_values(self) -> Tensor:
         values = self.spectra[ESTIMATORS[self.estimator][0]].values
         return values[values > 0]  # the others have no place in a covariance
+
+    @cached_property
+    def _pullback(self) -> Pullback:
+        return Pullback(self.network)
 
     @cached_property
     def _overlap(self) -> Tensor:

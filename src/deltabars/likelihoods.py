@@ -3,8 +3,11 @@
 A likelihood knows, for a batch of outputs z (B, C):
 
 * the loss of each example, −log p(target | z) up to a constant;
-* the mean map m(z), which `Prediction.mean` reports, and its product with rows of ∂z/∂ω;
-* rows Rᵀ·∂z/∂ω with R Rᵀ = ∂²loss/∂z², of which the GGN is the sum of outer products.
+* the gradient of that loss by z;
+* the mean map m(z), which `Prediction.mean` reports, and its Jacobian ∂m/∂z;
+* Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
+
+All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
 """
 
 from __future__ import annotations
@@ -31,17 +34,22 @@ class Likelihood(ABC):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each example, (B,)."""
 
+    def loss_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """∂loss/∂z of each example, (B, C)."""
+        gradient: Tensor = torch.func.grad(lambda z: self.loss(z, targets).sum())(outputs)
+        return gradient
+
     @abstractmethod
     def mean(self, outputs: Tensor) -> Tensor:
         """m(z), (B, C)."""
 
     @abstractmethod
-    def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        """(∂m/∂z)·rows: the sensitivity of the mean, (B, C, P), from that of z, (B, C, P)."""
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        """∂m/∂z, (B, C, C), a row for each component of the mean."""
 
     @abstractmethod
-    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        """Rᵀ·rows, (B, C, P), with R Rᵀ = ∂²loss/∂z² (which does not depend on the targets)."""
+    def curvature_root(self, outputs: Tensor) -> Tensor:
+        """Rᵀ, (B, C, C), with R Rᵀ = ∂²loss/∂z² (which does not depend on the targets)."""
 
     @abstractmethod
     def label(self, mean: Tensor) -> Tensor | None:
@@ -89,25 +97,26 @@ class Categorical(Likelihood):
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
 
-    def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return self.mean(outputs).unsqueeze(-1) * self._centred(outputs, rows)
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return self.mean(outputs).unsqueeze(-1) * self._less_the_mean(outputs)
 
-    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
+    def curvature_root(self, outputs: Tensor) -> Tensor:
         # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
-        return self.mean(outputs).sqrt().unsqueeze(-1) * self._centred(outputs, rows)
+        return self.mean(outputs).sqrt().unsqueeze(-1) * self._less_the_mean(outputs)
 
     def label(self, mean: Tensor) -> Tensor:
         return mean.argmax(-1)
 
-    def _centred(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        """Each row less the p-weighted mean of all C rows, (B, C, P).
+    def _less_the_mean(self, outputs: Tensor) -> Tensor:
+        """The rows e_c − p, (B, C, C).
 
-        A vector subtracted from all rows changes nothing in theory. Subtracting the leading
-        class's row first keeps the digits where p is nearly 1 and the rest nearly cancels.
+        1 − p_c is the sum of the other probabilities: where p is nearly 1, that has digits.
         """
-        top = outputs.argmax(-1)[:, None, None].expand(-1, 1, rows.shape[-1])
-        rows = rows - rows.gather(1, top)
-        return rows - (self.mean(outputs).unsqueeze(-1) * rows).sum(-2, keepdim=True)
+        p = self.mean(outputs)
+        classes = p.shape[-1]
+        eye = torch.eye(classes, device=p.device, dtype=p.dtype)
+        others = p @ (1 - eye)  # (B, C)
+        return torch.where(eye.bool(), others.unsqueeze(-1), -p.unsqueeze(-2))
 
 
 class Bernoulli(Likelihood):
@@ -132,11 +141,11 @@ class Bernoulli(Likelihood):
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
-    def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return self._slope(outputs).unsqueeze(-1) * rows
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self._slope(outputs))
 
-    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return self._slope(outputs).sqrt().unsqueeze(-1) * rows
+    def curvature_root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self._slope(outputs).sqrt())
 
     def label(self, mean: Tensor) -> Tensor:
         return (mean > 0.5).long()
@@ -166,11 +175,11 @@ class Gaussian(Likelihood):
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
 
-    def push_forward(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return rows
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(outputs))
 
-    def curvature_rows(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return rows
+    def curvature_root(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(outputs))
 
     def label(self, mean: Tensor) -> None:
         return None

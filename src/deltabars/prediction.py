@@ -64,12 +64,9 @@ class Prediction:
         label: Tensor | None,
         *,
         bound: str = "rigorous",
-        with_covariance: bool = False,
     ) -> Prediction:
         """Error bars of one batch; everything is float64 until the end."""
-        spread = covariance.spread(
-            sensitivity.gram, sensitivity.projections, with_covariance=with_covariance
-        )
+        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
         std, score = spread.std(bound), spread.score(bound)
         kind = sensitivity.value.dtype
         whole = spread.covariance

@@ -82,14 +82,14 @@ class Covariance(ABC):
 
     @abstractmethod
     def spread(
-        self, gram: Tensor, projections: Mapping[str, Tensor], *, with_covariance: bool = False
+        self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
         """Standard deviations, bounds and (on demand) covariances of a batch of predictions.
 
         Args:
-            gram: F Fᵀ (B, C, C).
+            squares: ‖f‖² of each row f of F, (B, C).
             projections: F Qᵀ (B, C, K) by the name of the matrix whose eigenvectors Q are.
-            with_covariance: whether to compute F Σ Fᵀ (B, C, C) whole.
+            gram: F Fᵀ (B, C, C), where F Σ Fᵀ is wanted whole.
         """
 
     @abstractmethod
@@ -116,10 +116,10 @@ class InverseCovariance(Covariance):
     full_rank: bool = True
 
     def spread(
-        self, gram: Tensor, projections: Mapping[str, Tensor], *, with_covariance: bool = False
+        self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
         inside = projections[self.name][..., : self.tail.rank]  # (B, C, K)
-        outside = self.tail.left_over(_diagonal(gram), inside.square().sum(-1))  # ‖f⊥‖²
+        outside = self.tail.left_over(squares, inside.square().sum(-1))  # ‖f⊥‖²
         head = (inside.square() / self.values).sum(-1)
         c = self._c
         slack = self.tail.slack
@@ -127,7 +127,7 @@ class InverseCovariance(Covariance):
         low = low + outside / (self.tail.ceiling + slack)
         high = head + outside / self.tail.floor
         covariance = None
-        if with_covariance:
+        if gram is not None:
             rest = 0.0 if self.tail.is_empty else gram - inside @ inside.mT
             covariance = ((inside / self.values) @ inside.mT + c * rest) / self.num_examples
         return Spread(
@@ -185,12 +185,12 @@ class SandwichCovariance(Covariance):
         return self.opg_tail.last + most + self.opg_tail.slack
 
     def spread(
-        self, gram: Tensor, projections: Mapping[str, Tensor], *, with_covariance: bool = False
+        self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
         a = projections["hessian"][..., : self.hessian_tail.rank]  # Q_Hᵀf
         b = projections["opg"][..., : self.opg_tail.rank]  # Q_Gᵀf
         head = a / self.hessian_values  # Λ_H⁻¹ a: u = H̃⁻¹f = Q_H head + c_H f⊥
-        outside = self.hessian_tail.left_over(_diagonal(gram), a.square().sum(-1))  # ‖f⊥‖²
+        outside = self.hessian_tail.left_over(squares, a.square().sum(-1))  # ‖f⊥‖²
         head_g = head @ self.overlap  # Q_Gᵀ Q_H head
         outside_g = (b - a @ self.overlap) * (not self.hessian_tail.is_empty)  # Q_Gᵀ f⊥
         parts = _Parts(head, head_g, outside, outside_g)
@@ -198,11 +198,11 @@ class SandwichCovariance(Covariance):
         full_c = 1.0 / self.hessian_tail.harmonic_mean
         c_h, c_g = (full_c, self.opg_tail.harmonic_mean) if self.full_rank else (0.0, 0.0)
         covariance = None
-        if with_covariance:
+        if gram is not None:
             rest = 0.0 if self.hessian_tail.is_empty else gram - a @ a.mT
             in_g = head_g + c_h * outside_g
-            squares = head @ head.mT + c_h**2 * rest  # U Uᵀ
-            left = 0.0 if self.opg_tail.is_empty else squares - in_g @ in_g.mT
+            whole = head @ head.mT + c_h**2 * rest  # U Uᵀ
+            left = 0.0 if self.opg_tail.is_empty else whole - in_g @ in_g.mT
             covariance = ((in_g * self.opg_values) @ in_g.mT + c_g * left) / self.num_examples
 
         # √N·std is the G-norm of u. H̃⁻¹f differs from H⁻¹f by at most reach·‖f⊥‖, in a direction
@@ -276,7 +276,3 @@ class _Parts:
     def u_square(self, c_h: float) -> Tensor:
         """‖u‖² for u = Q_H head + c_H f⊥, (B, C)."""
         return self.head.square().sum(-1) + c_h**2 * self.outside
-
-
-def _diagonal(gram: Tensor) -> Tensor:
-    return gram.diagonal(dim1=-2, dim2=-1)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
+from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.memory import chunk_within
+from deltabars.memory import ChunkSize, attempt, chunk_within
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 
@@ -96,12 +97,21 @@ class CurvatureOperator(ABC):
 class RowOperator(CurvatureOperator):
     """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
 
-    The rows are kept where they fit the memory budget, and otherwise computed again on each pass.
+    The rows are kept where they fit half of the memory budget, and otherwise computed again on
+    each pass.
     """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._kept: list[Tensor] | None = None
+        self.pullback = Pullback(problem.network)
+        per_example = self._rows_per_example * (
+            2 * self._bytes_per_row + 2 * problem.activation_bytes
+        )
+        size = chunk_within(
+            problem.memory_budget, per_example, problem.chunk_size.value, self.device
+        )
+        self._chunk_size = ChunkSize(size)
+        self._kept: Tensor | None = None
 
     @property
     def row_scale(self) -> float:
@@ -123,29 +133,42 @@ class RowOperator(CurvatureOperator):
         """Whether all of R fits the part of the memory budget that it may take."""
         return self.num_rows * self._bytes_per_row <= self.problem.memory_budget // 2
 
+    @property
+    def kept_bytes(self) -> int:
+        """The memory that is held from product to product."""
+        return 0 if self._kept is None else self._kept.nbytes
+
     def row_blocks(self) -> Iterator[Tensor]:
         """R in blocks (n, P), in the order of the data.
 
         Raises:
             ModelError: per-example derivatives cannot be had, or are not finite.
         """
-        if self._kept is not None:
-            yield from self._kept
-            return
-        kept = []
-        for block in self._computed_blocks():
-            if self.keeps_rows:
-                kept.append(block)
-            yield block
-        if self.keeps_rows:
-            self._kept = kept
+        kept = self._kept_rows()
+        if kept is not None:
+            yield from kept.split(self._chunk_size.value * self._rows_per_example)
+        else:
+            yield from self._computed_blocks()
+
+    def _kept_rows(self) -> Tensor | None:
+        if self._kept is None and self.keeps_rows:
+            self._kept = self._all_rows()
+        return self._kept
+
+    def _all_rows(self) -> Tensor | None:
+        """R whole, (rows, P), or None where there is no memory for it after all."""
+        size = (self.num_rows, self.problem.num_parameters)
+        whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
+        if whole is not None:
+            done = 0
+            for block in self._computed_blocks():
+                whole[done : done + len(block)] = block
+                done += len(block)
+        return whole
 
     def _computed_blocks(self) -> Iterator[Tensor]:
-        per_example = self._rows_per_example * self._bytes_per_row
-        size = chunk_within(self.problem.memory_budget, per_example, self.problem.chunk_size)
-        for batch in self.problem.chunks(size):
-            with self.problem.network.evaluation(), model_errors():
-                block = self._rows(batch)
+        chunks = self.problem.chunks(self._chunk_size.value)
+        for block in self._chunk_size.each(chunks, self._evaluated_rows):
             if not bool(block.isfinite().all()):
                 raise ModelError(
                     "Per-example gradients: expected finite values, got NaN or infinity. Look "
@@ -153,9 +176,14 @@ class RowOperator(CurvatureOperator):
                 )
             yield block
 
+    def _evaluated_rows(self, batch: Batch) -> Tensor:
+        with self.problem.network.evaluation(), model_errors():
+            return self._rows(batch)
+
     def _data_sum(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        for block in self.row_blocks():
+        kept = self._kept_rows()
+        for block in self._computed_blocks() if kept is None else [kept]:
             total.addmm_(vectors @ block.T, block)
         return total
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.curvature.base import RowOperator
-from deltabars.curvature.sensitivity import output_jacobian
 
 
 class GGNOperator(RowOperator):
@@ -20,5 +19,5 @@ class GGNOperator(RowOperator):
         return self.problem.num_outputs
 
     def _rows(self, batch: Batch) -> Tensor:
-        outputs, jacobian = output_jacobian(self.problem.network, batch.inputs)
-        return self.problem.likelihood.curvature_rows(outputs, jacobian).flatten(0, 1)
+        root = self.problem.likelihood.curvature_root
+        return self.pullback.rows(batch.inputs, root)[1].flatten(0, 1)

@@ -11,37 +11,114 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
+from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
+from deltabars.inputs import leaves, map_leaves
+from deltabars.memory import attempt
 from deltabars.problem import Problem
 
-Tensors = dict[str, Tensor]
-_TOGETHER = 8  # vectors
+_MOST_TOGETHER = 16  # vectors
+_SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
+_SMALL_ELSEWHERE = 1 << 29
 
 
 class HessianOperator(CurvatureOperator):
     """H through exact Hessian-vector products: the derivative of the gradient along a vector.
 
-    Pearlmutter's product, forward over reverse: about three gradients a vector and pass. Several
-    vectors share a forward pass, eight at a time, which bounds the memory they take.
+    Pearlmutter's product, forward over reverse. What does not depend on the vector is computed
+    once for each chunk of the data and kept, as far as it fits half of the memory budget; a
+    product over kept chunks costs about as much as a gradient, over others about two gradients.
+    Data that do not fit in memory, or whose shapes differ, are not kept.
+
+    Attributes:
+        kept_bytes: the memory that is held from product to product.
     """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         _load_forward_derivatives()
+        self._parts: dict[tuple[torch.Size, ...], LinearPart] = {}
+        self._kept: list[Tensors] = []
+        self.kept_bytes = 0
+        self._room = problem.memory_budget // 2 if problem.data.is_uniform else 0
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        space = self.problem.parameters
-        trained = dict(self.problem.network.trained)
+        while True:
+            total = attempt(partial(self._pass, vectors))
+            if total is not None:
+                return total
+            size = self.problem.chunk_size
+            self._kept, self._parts = [], {}
+            self.kept_bytes, self._room = 0, self._room // 2
+            size.halve(min(size.value, self.problem.num_examples))
+
+    def _pass(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        for batch in self.problem.chunks():
-            gradient = torch.func.grad(partial(self._chunk_loss, batch=batch))
-            along = partial(_derivative_along, gradient, trained)
-            for group, sums in zip(vectors.split(_TOGETHER), total.split(_TOGETHER), strict=True):
-                products = torch.func.vmap(along)(space.unflatten(group))
-                sums += space.flatten(products, batch_dims=1)
+        for position, batch in enumerate(self.problem.chunks()):
+            product = self._chunk_product(position, batch)
+            together = self._vectors_at_once(len(batch))
+            for group, sums in zip(vectors.split(together), total.split(together), strict=True):
+                sums += product(group)
         return total
 
-    def _chunk_loss(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
-        return self.problem.losses(trained, batch).sum()
+    def _vectors_at_once(self, examples: int) -> int:
+        """One where a chunk keeps the device busy; several where calling it is what costs."""
+        small = _SMALL.get(self.device.type, _SMALL_ELSEWHERE)
+        return max(1, min(_MOST_TOGETHER, small // (examples * self.problem.activation_bytes + 1)))
+
+    def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
+        """The function from vectors (b, P) to their products with this chunk's Hessian."""
+        if position < len(self._kept):
+            part, prepared = self._part(batch), self._kept[position]
+        else:
+            part, fixed = self._part(batch), self._fixed(batch)
+            prepared = part.prepare(fixed)
+            size = held_bytes(prepared, fixed)
+            if position == len(self._kept) and self.kept_bytes + size <= self._room:
+                self._kept.append(prepared)
+                self.kept_bytes += size
+        return partial(self._apply, part, prepared)
+
+    def _apply(self, part: LinearPart, prepared: Tensors, vectors: Tensor) -> Tensor:
+        space = self.problem.parameters
+
+        def one(vector: Tensor) -> Tensor:
+            tangents = space.unflatten(vector)
+            products = part.apply(prepared, [tangents[name] for name in space.names])
+            return space.flatten(dict(zip(space.names, products, strict=True)))
+
+        if vectors.shape[0] == 1:
+            return one(vectors[0])[None]
+        return torch.func.vmap(one)(vectors)
+
+    def _part(self, batch: Batch) -> LinearPart:
+        fixed = self._fixed(batch)
+        key = tuple(tensor.shape for tensor in fixed)
+        if key not in self._parts:
+            # Tensors of their own: a trace tells its arguments apart by identity.
+            tangents = [value.clone() for value in self.problem.network.trained.values()]
+            function = partial(self._derivative, batch.inputs)
+            self._parts[key] = LinearPart(function, fixed, tangents, self.device)
+        return self._parts[key]
+
+    def _fixed(self, batch: Batch) -> list[Tensor]:
+        assert batch.targets is not None
+        return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
+
+    def _derivative(self, like: object, *arguments: Tensor) -> Tensors:
+        """∂(gradient of a chunk's loss) along tangents; arguments: ω̂, inputs, targets, tangents."""
+        names = self.problem.parameters.names
+        count = len(names)
+        trained = dict(zip(names, arguments[:count], strict=True))
+        tangents = dict(zip(names, arguments[-count:], strict=True))
+        *parts, targets = arguments[count:-count]
+        rest = iter(parts)
+        batch = Batch(map_leaves(lambda _: next(rest), like), targets)  # type: ignore[arg-type]
+
+        def loss(at: dict[str, Tensor]) -> Tensor:
+            return self.problem.losses(at, batch).sum()
+
+        derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
+        return tuple(derivative[name] for name in names)
 
 
 @cache
@@ -50,10 +127,3 @@ def _load_forward_derivatives() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script`")
         torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
-
-
-def _derivative_along(
-    function: Callable[[Tensors], Tensors], point: Tensors, tangent: Tensors
-) -> Tensors:
-    derivative: Tensors = torch.func.jvp(function, (point,), (tangent,))[1]
-    return derivative

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
@@ -20,7 +19,10 @@ class OPGOperator(RowOperator):
         return 1
 
     def _rows(self, batch: Batch) -> Tensor:
-        assert batch.targets is not None
-        gradient = torch.func.vmap(torch.func.grad(self.problem.one_loss), in_dims=(None, 0, 0))
-        rows = gradient(dict(self.problem.network.trained), batch.inputs, batch.targets)
-        return self.problem.parameters.flatten(rows, batch_dims=1)
+        targets = batch.targets
+        assert targets is not None
+
+        def gradients(outputs: Tensor) -> Tensor:
+            return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
+
+        return self.pullback.rows(batch.inputs, gradients)[1].squeeze(1)

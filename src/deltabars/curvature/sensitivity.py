@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltabars.curvature.layers import Factors
+from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError
 from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood
-from deltabars.network import Network
 from deltabars.summation import inner
 
 SPACES = ("probability", "logit")
@@ -23,55 +24,101 @@ class Sensitivity:
 
     Attributes:
         value: the prediction itself, in the space that F belongs to, (B, C).
-        gram: F Fᵀ for each input, (B, C, C), float64.
+        squares: ‖f‖² of each row f of F, (B, C), float64.
+        gram: F Fᵀ for each input, (B, C, C), float64, where it was asked for.
         projections: for each basis Q (K, P) its F Qᵀ, (B, C, K), float64.
     """
 
     value: Tensor
-    gram: Tensor
+    squares: Tensor
+    gram: Tensor | None
     projections: Mapping[str, Tensor]
 
 
-def output_jacobian(network: Network, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The outputs z (B, C) and ∂z/∂ω at ω̂ (B, C, P). Cost: C gradients an input."""
-
-    def one(trained: dict[str, Tensor], example: Inputs) -> tuple[Tensor, Tensor]:
-        output = network.one_output(trained, example)
-        return output, output
-
-    jacobian = torch.func.vmap(torch.func.jacrev(one, has_aux=True), in_dims=(None, 0))
-    rows, outputs = jacobian(dict(network.trained), inputs)
-    return outputs, network.parameters.flatten(rows, batch_dims=2)
-
-
 def sensitivities(
-    network: Network,
+    pullback: Pullback,
     likelihood: Likelihood,
     inputs: Inputs,
     bases: Mapping[str, Tensor],
     space: str = "probability",
+    *,
+    with_gram: bool = False,
 ) -> tuple[Tensor, Sensitivity]:
     """The outputs z (B, C), and F of the mean (or of z itself) reduced to its projections.
+
+    F is never held whole: it is reduced layer by layer. Where a layer has fewer than half as many
+    positions as there are classes (a dense layer has one), its activations are multiplied with
+    the basis first, for all classes together.
 
     Args:
         bases: named orthonormal bases, rows (K, P).
         space: `"probability"` for F = (∂m/∂z)·∂z/∂ω, `"logit"` for F = ∂z/∂ω.
+        with_gram: whether to compute F Fᵀ whole, and not its diagonal alone.
 
-    Cost: C gradients an input, then C·P·K a basis; memory B·C·P numbers.
+    Cost: C backward passes an input, then at most C·P·K operations a basis; memory B·C numbers for
+    each parameter of the largest layer and for each activation.
     """
     check_space(space)
-    outputs, rows = output_jacobian(network, inputs)
-    value = outputs
-    if space == "probability":
-        value = likelihood.mean(outputs)
-        rows = likelihood.push_forward(outputs, rows)
-    # Squares of these are subtracted from one another later on: from here on in float64.
-    gram = inner(rows, rows)
-    projections = {name: inner(rows, basis) for name, basis in bases.items()}
-    return outputs, Sensitivity(value, gram, projections)
+    mean = space == "probability"
+    pulled = pullback.pull(inputs, likelihood.mean_jacobian if mean else _identity)
+    outputs = pulled.outputs
+    places = pullback.network.parameters.places
+    sums = _Sums.zero(outputs, bases, with_gram)
+    for factors in pulled.layers:
+        assert factors.weight is not None
+        sums.add_layer(factors, {name: q[:, places[factors.weight]] for name, q in bases.items()})
+    for name, rows in pulled.loose.items():
+        sums.add_rows(rows, {matrix: q[:, places[name]] for matrix, q in bases.items()})
+    value = likelihood.mean(outputs) if mean else outputs
+    return outputs, Sensitivity(value, sums.squares, sums.gram, sums.projections)
 
 
 def check_space(space: str) -> None:
     """Refuse a space that does not exist."""
     if space not in SPACES:
         raise BadValueError(f"space: expected 'probability' or 'logit', got {space!r}.")
+
+
+def _identity(outputs: Tensor) -> Tensor:
+    return torch.diag_embed(torch.ones_like(outputs))
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the parameters, in float64: their squares are subtracted later on."""
+
+    squares: Tensor
+    gram: Tensor | None
+    projections: dict[str, Tensor]
+
+    @classmethod
+    def zero(cls, outputs: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> _Sums:
+        squares = torch.zeros_like(outputs, dtype=torch.float64)
+        size = outputs.shape
+        return cls(
+            squares,
+            squares.new_zeros(*size, size[1]) if with_gram else None,
+            {name: squares.new_zeros(*size, len(basis)) for name, basis in bases.items()},
+        )
+
+    def add_rows(self, rows: Tensor, bases: Mapping[str, Tensor]) -> None:
+        """Add rows (B, C, p) and their products with bases (K, p)."""
+        self.squares.add_(torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square())
+        if self.gram is not None:
+            self.gram.add_(rows.double() @ rows.double().mT)
+        for name, basis in bases.items():
+            total = self.projections[name]
+            total.add_(inner(rows.flatten(0, 1), basis).view_as(total))
+
+    def add_layer(self, factors: Factors, bases: Mapping[str, Tensor]) -> None:
+        """Add the rows by a layer's weight, in the cheaper order."""
+        if not factors.is_cheaper_shared():
+            self.add_rows(factors.weight_rows(), bases)
+            return
+        gram = factors.gram()
+        self.squares.add_(gram.diagonal(dim1=-2, dim2=-1))
+        if self.gram is not None:
+            self.gram.add_(gram)
+        sizes = (factors.signals.shape[2], factors.activations.shape[2])
+        for name, basis in bases.items():
+            self.projections[name].add_(factors.project(basis.unflatten(1, sizes)))

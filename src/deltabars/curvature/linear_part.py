@@ -1,0 +1,96 @@
+"""The part of a computation that is linear in some of its arguments, to be applied many times.
+
+A Hessian product is the derivative of the gradient along a vector. At a fixed point and for fixed
+examples all of it but the vector is known beforehand: the forward pass, the gradient, the masks and
+the positions that maxima were taken at. So the computation is traced once into a graph of tensor
+operations, which is cut in two: what does not depend on the vector is computed once for each chunk
+of examples (`prepare`); what does is all that is left of a product (`apply`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from deltabars.curvature.rewriting import rewrite
+
+Tensors = tuple[Tensor, ...]
+
+
+class LinearPart:
+    """A function(*fixed, *tangents) -> tensors, linear in the tangents, cut in two.
+
+    The graph holds for arguments of the shapes that it was traced with, whatever their values.
+
+    Args:
+        function: of tensors alone; without branches on their values.
+        fixed: example arguments that stay the same from product to product.
+        tangents: example arguments that change.
+        device: what the graph is rewritten for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensors],
+        fixed: Sequence[Tensor],
+        tangents: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
+        rewrite(traced.graph, device)
+        self._before, self._after = _cut(traced, len(fixed))
+
+    def prepare(self, fixed: Sequence[Tensor]) -> Tensors:
+        """Everything that does not depend on the tangents and is needed with them."""
+        prepared: Tensors = self._before(*fixed)
+        return prepared
+
+    def apply(self, prepared: Tensors, tangents: Sequence[Tensor]) -> Tensors:
+        """The function at the tangents, for the prepared rest."""
+        result: Tensors = self._after(*prepared, *tangents)
+        return result
+
+
+def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:
+    """The memory that prepared tensors hold beside the arguments that they were made from."""
+    storages = [tensor.untyped_storage() for tensor in prepared]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    for tensor in fixed:
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def _cut(traced: GraphModule, num_fixed: int) -> tuple[GraphModule, GraphModule]:
+    """The graph in two: from the fixed arguments to what is needed of them; from there on."""
+    nodes = list(traced.graph.nodes)
+    arguments = [node for node in nodes if node.op == "placeholder"]
+    (output,) = (node for node in nodes if node.op == "output")
+    varying = set(arguments[num_fixed:])
+    for node in nodes:
+        if node.op == "call_function" and not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    later = [node for node in nodes if node in varying and node.op == "call_function"]
+    users = [*later, output]
+    needed = list(
+        dict.fromkeys(n for user in users for n in user.all_input_nodes if n not in varying)
+    )
+    before, env = Graph(), dict[Node, Node]()
+    for node in nodes:
+        if node not in varying and node is not output:
+            env[node] = before.node_copy(node, env.__getitem__)
+    before.output(tuple(env[node] for node in needed))
+    before.eliminate_dead_code()
+    after, env = Graph(), {}
+    for node in needed:
+        env[node] = after.placeholder(node.name)
+    for node in arguments[num_fixed:]:
+        env[node] = after.placeholder(node.name)
+    for node in later:
+        env[node] = after.node_copy(node, env.__getitem__)
+    after.output(map_arg(output.args[0], env.__getitem__))
+    return GraphModule(traced, before), GraphModule(traced, after)

@@ -1,0 +1,169 @@
+"""Rows of derivatives by the parameters: cotangents of the outputs, pulled back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from deltabars.curvature.layers import Factors, Recorder
+from deltabars.inputs import Inputs, leaves, map_leaves
+from deltabars.network import Network
+
+Cotangents = Callable[[Tensor], Tensor]  # outputs (B, C) -> (B, R, C)
+
+_EXAMPLES = 3  # that the way over the layers is checked on
+_AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """R rows of derivatives (B, R, P), in parts.
+
+    Attributes:
+        outputs: of the network, (B, C).
+        layers: factors of the rows by the weights (and biases) of layers.
+        loose: rows (B, R, ·) by the other parameters, by name.
+    """
+
+    outputs: Tensor
+    layers: list[Factors]
+    loose: dict[str, Tensor]
+
+
+class Pullback:
+    """The map from cotangents v (B, R, C) of the outputs z to rows v·∂z/∂ω (B, R, P).
+
+    Weights and biases of dense layers and of two-dimensional convolutions (without groups) are
+    reached through the layers' activations; the rest example by example. Which are which is found
+    out on the first inputs, and checked there against derivatives of single examples.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._rest: tuple[str, ...] | None = None
+
+    def rows(self, inputs: Inputs, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
+        """The outputs (B, C) and all rows (B, R, P)."""
+        pulled = self.pull(inputs, cotangents)
+        parts = dict(pulled.loose)
+        for factors in pulled.layers:
+            if factors.weight is not None:
+                _add(parts, factors.weight, factors.weight_rows())
+        return pulled.outputs, torch.cat([parts[n] for n in self.network.parameters.names], dim=-1)
+
+    def pull(self, inputs: Inputs, cotangents: Cotangents) -> Pulled:
+        """The rows in parts. Cost: R backward passes without weights."""
+        if self._rest is None:
+            self._rest = self._find_rest(inputs)
+        rest = self._rest
+        names = [name for name in self.network.trained if name not in rest]
+        if names:
+            pulled = self._through_layers(inputs, cotangents, names)
+        else:
+            outputs = self.network.outputs(dict(self.network.trained), inputs)
+            pulled = Pulled(outputs, [], {})
+        if rest:
+            pulled.loose.update(self._one_by_one(inputs, cotangents(pulled.outputs), rest))
+        return pulled
+
+    def _through_layers(self, inputs: Inputs, cotangents: Cotangents, names: list[str]) -> Pulled:
+        recorder, outputs = self._record(inputs, names)
+        edges = [call.edge for call in recorder.calls]
+        back = cotangents(outputs.detach()).transpose(0, 1)  # (R, B, C)
+        gradients = _gradients(outputs, edges, back)
+        loose: dict[str, Tensor] = {}
+        layers = []
+        for call, gradient in zip(recorder.calls, gradients, strict=True):
+            if gradient is None:  # the outputs do not depend on this layer
+                continue
+            factors = call.factors(gradient)
+            if factors.bias is not None:
+                _add(loose, factors.bias, factors.bias_rows())
+            layers.append(factors)
+        weights = [factors.weight for factors in layers if factors.weight is not None]
+        shared = {name for name in weights if weights.count(name) > 1}
+        for factors in layers:  # the rows of a weight that several calls share are their sum
+            if factors.weight in shared:
+                _add(loose, factors.weight, factors.weight_rows())
+        alone = [f for f in layers if f.weight is not None and f.weight not in shared]
+        return Pulled(outputs.detach(), alone, loose)
+
+    def _record(self, inputs: Inputs, names: list[str]) -> tuple[Recorder, Tensor]:
+        trained = dict(self.network.trained)
+        tracked = {id(trained[name]): name for name in names}
+        recorder = Recorder(tracked, leaves(inputs)[0].shape[0])
+        with torch.enable_grad(), recorder:
+            outputs = self.network.outputs(trained, inputs)
+        return recorder, outputs
+
+    def _one_by_one(
+        self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        trained = dict(self.network.trained)
+        chosen = {name: trained[name] for name in names}
+
+        def one(example: Inputs, rows: Tensor) -> dict[str, Tensor]:
+            def output(at: dict[str, Tensor]) -> Tensor:
+                return self.network.one_output({**trained, **at}, example)
+
+            pull = torch.func.vjp(output, chosen)[1]
+            derivatives: dict[str, Tensor] = torch.func.vmap(pull)(rows)[0]
+            return derivatives
+
+        parts = torch.func.vmap(one)(inputs, cotangents)
+        return {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
+
+    def _find_rest(self, inputs: Inputs) -> tuple[str, ...]:
+        """The parameters that cannot be reached through layers, by trying."""
+        few = map_leaves(lambda leaf: leaf[:_EXAMPLES], inputs)
+        names = list(self.network.trained)
+        recorder, outputs = self._record(few, names)
+        reached = {name for call in recorder.calls for name in (call.weight, call.bias)}
+        changed = any(call.inputs._version != call.version for call in recorder.calls)
+        good = [n for n in names if n in reached and n not in recorder.elsewhere and not changed]
+        if not good:
+            return tuple(names)
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(outputs.shape, generator=generator).to(outputs)
+        pulled = self._through_layers(few, lambda _: direction[:, None], good)
+        parts = dict(pulled.loose)
+        for factors in pulled.layers:
+            if factors.weight is not None:
+                parts[factors.weight] = factors.weight_rows()
+        right = self._agreeing(few, direction, parts)
+        return tuple(name for name in names if name not in right)
+
+    def _agreeing(self, few: Inputs, direction: Tensor, parts: dict[str, Tensor]) -> set[str]:
+        """The names whose rows (B, 1, ·) are the derivatives of single examples."""
+        trained = {
+            name: value.clone().requires_grad_(name in parts)
+            for name, value in self.network.trained.items()
+        }
+        with torch.enable_grad():
+            outputs = self.network.outputs(trained, few)
+            totals = (outputs * direction).sum(1).unbind()
+        right = set(parts)
+        for example, total in enumerate(totals):
+            chosen = [trained[name] for name in parts]
+            single = torch.autograd.grad(total, chosen, retain_graph=True, materialize_grads=True)
+            for (name, rows), gradient in zip(parts.items(), single, strict=True):
+                gap = float((rows[example, 0] - gradient.flatten()).norm())
+                if not gap <= _AGREE * float(gradient.norm()):
+                    right.discard(name)
+        return right
+
+
+def _gradients(outputs: Tensor, edges: list[GradientEdge], back: Tensor) -> list[Tensor | None]:
+    """The gradients (R, B, …) of rows of cotangents (R, B, C), by places in the graph."""
+    if back.shape[0] == 1:
+        single = torch.autograd.grad(outputs, edges, back[0], allow_unused=True)
+        return [None if gradient is None else gradient[None] for gradient in single]
+    return list(torch.autograd.grad(outputs, edges, back, allow_unused=True, is_grads_batched=True))
+
+
+def _add(parts: dict[str, Tensor], name: str, rows: Tensor) -> None:
+    parts[name] = parts[name] + rows if name in parts else rows
