@@ -160,25 +160,30 @@ class RowOperator(CurvatureOperator):
         size = (self.num_rows, self.problem.num_parameters)
         whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if whole is not None:
-            done = 0
-            for block in self._computed_blocks():
-                whole[done : done + len(block)] = block
-                done += len(block)
+            for _ in self._computed_blocks(whole):
+                pass
         return whole
 
-    def _computed_blocks(self) -> Iterator[Tensor]:
-        chunks = self.problem.chunks(self._chunk_size.value)
-        for block in self._chunk_size.each(chunks, self._evaluated_rows):
-            if not bool(block.isfinite().all()):
+    def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
+        """R in blocks, written to `whole` where that is given."""
+        done = 0
+
+        def compute(batch: Batch) -> Tensor:
+            count = len(batch) * self._rows_per_example
+            out = None if whole is None else whole[done : done + count]
+            with self.problem.network.evaluation(), model_errors():
+                shape = (len(batch), self._rows_per_example, -1)
+                rows = self._rows(batch, None if out is None else out.view(shape))
+            return rows.flatten(0, 1)
+
+        for block in self._chunk_size.each(self.problem.chunks(self._chunk_size.value), compute):
+            if not bool(block.sum().isfinite()):  # as quick as it can be: one NaN is enough
                 raise ModelError(
                     "Per-example gradients: expected finite values, got NaN or infinity. Look "
                     "for square roots or logarithms at zero in the model."
                 )
+            done += len(block)
             yield block
-
-    def _evaluated_rows(self, batch: Batch) -> Tensor:
-        with self.problem.network.evaluation(), model_errors():
-            return self._rows(batch)
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
@@ -197,5 +202,5 @@ class RowOperator(CurvatureOperator):
         """How many rows of R one example gives."""
 
     @abstractmethod
-    def _rows(self, batch: Batch) -> Tensor:
-        """The rows (n, P) of a batch, example by example."""
+    def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
+        """The rows (B, rows an example, P) of a batch, written to `out` where that is given."""

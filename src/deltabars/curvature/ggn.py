@@ -18,6 +18,5 @@ class GGNOperator(RowOperator):
     def _rows_per_example(self) -> int:
         return self.problem.num_outputs
 
-    def _rows(self, batch: Batch) -> Tensor:
-        root = self.problem.likelihood.curvature_root
-        return self.pullback.rows(batch.inputs, root)[1].flatten(0, 1)
+    def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
+        return self.pullback.rows(batch.inputs, self.problem.likelihood.curvature_root, out)

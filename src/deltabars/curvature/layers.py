@@ -86,10 +86,16 @@ class Factors:
     activations: Tensor
     signals: Tensor
 
-    def weight_rows(self) -> Tensor:
-        """Σ_t δ_t a_tᵀ, (B, R, O·I). Cost: T·O·I operations a row."""
-        rows = self.signals.flatten(1, 2) @ self.activations  # (B, R·O, I)
-        return rows.unflatten(1, self.signals.shape[1:3]).flatten(2)
+    def weight_rows(self, out: Tensor | None = None) -> Tensor:
+        """Σ_t δ_t a_tᵀ, (B, R, O·I), in `out` where that is given. Cost: T·O·I operations a row."""
+        batch, count, outputs, _ = self.signals.shape
+        if out is None:
+            rows = self.signals.flatten(1, 2) @ self.activations  # (B, R·O, I)
+            return rows.view(batch, count, -1)
+        for r in range(count):
+            place = out[:, r].unflatten(1, (outputs, -1))
+            torch.bmm(self.signals[:, r], self.activations, out=place)
+        return out
 
     def bias_rows(self) -> Tensor:
         """Σ_t δ_t, (B, R, O)."""

@@ -15,9 +15,11 @@ def patches(
 ) -> Tensor:
     """The patches (B, T, C·k·l) of images (B, C, H, W), in the order of a weight (O, C, k, l).
 
-    A strided view is copied once: on a GPU that is some fifty times as fast as `F.unfold`, which
-    goes from image to image there.
+    On a GPU a strided view is copied, some fifty times as fast as by `F.unfold`, which goes from
+    image to image; on a CPU that is what pays.
     """
+    if images.device.type == "cpu":
+        return F.unfold(images, kernel, dilation, padding, stride).mT
     if any(padding):
         images = F.pad(images, (padding[1], padding[1], padding[0], padding[0]))
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]

@@ -25,11 +25,13 @@ class Pulled:
 
     Attributes:
         outputs: of the network, (B, C).
-        layers: factors of the rows by the weights (and biases) of layers.
+        count: R.
+        layers: factors of the rows by the weights of layers.
         loose: rows (B, R, ·) by the other parameters, by name.
     """
 
     outputs: Tensor
+    count: int
     layers: list[Factors]
     loose: dict[str, Tensor]
 
@@ -46,14 +48,19 @@ class Pullback:
         self.network = network
         self._rest: tuple[str, ...] | None = None
 
-    def rows(self, inputs: Inputs, cotangents: Cotangents) -> tuple[Tensor, Tensor]:
-        """The outputs (B, C) and all rows (B, R, P)."""
+    def rows(self, inputs: Inputs, cotangents: Cotangents, out: Tensor | None = None) -> Tensor:
+        """All rows (B, R, P), written to `out` where that is given."""
         pulled = self.pull(inputs, cotangents)
-        parts = dict(pulled.loose)
+        batch, count = len(pulled.outputs), pulled.count
+        if out is None:
+            out = pulled.outputs.new_empty(batch, count, self.network.parameters.size)
+        places = self.network.parameters.places
+        for name, rows in pulled.loose.items():
+            out[..., places[name]] = rows
         for factors in pulled.layers:
-            if factors.weight is not None:
-                _add(parts, factors.weight, factors.weight_rows())
-        return pulled.outputs, torch.cat([parts[n] for n in self.network.parameters.names], dim=-1)
+            assert factors.weight is not None
+            factors.weight_rows(out[..., places[factors.weight]])
+        return out
 
     def pull(self, inputs: Inputs, cotangents: Cotangents) -> Pulled:
         """The rows in parts. Cost: R backward passes without weights."""
@@ -65,7 +72,7 @@ class Pullback:
             pulled = self._through_layers(inputs, cotangents, names)
         else:
             outputs = self.network.outputs(dict(self.network.trained), inputs)
-            pulled = Pulled(outputs, [], {})
+            pulled = Pulled(outputs, cotangents(outputs).shape[1], [], {})
         if rest:
             pulled.loose.update(self._one_by_one(inputs, cotangents(pulled.outputs), rest))
         return pulled
@@ -90,7 +97,7 @@ class Pullback:
             if factors.weight in shared:
                 _add(loose, factors.weight, factors.weight_rows())
         alone = [f for f in layers if f.weight is not None and f.weight not in shared]
-        return Pulled(outputs.detach(), alone, loose)
+        return Pulled(outputs.detach(), back.shape[0], alone, loose)
 
     def _record(self, inputs: Inputs, names: list[str]) -> tuple[Recorder, Tensor]:
         trained = dict(self.network.trained)
