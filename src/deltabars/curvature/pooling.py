@@ -22,6 +22,8 @@ aten = torch.ops.aten
 
 Pair = tuple[int, int]
 
+_COVERED = "covered"  # what is known of an unpooled tensor: the part that windows cover
+
 
 def rewrite_poolings(graph: Graph) -> None:
     """Rewrite a graph in place."""
@@ -31,30 +33,26 @@ def rewrite_poolings(graph: Graph) -> None:
     graph.eliminate_dead_code()  # so that a use of a result is one that counts
     each(graph, aten.gather.default, _bias_after_gathering)
     each(graph, aten.sum.dim_IntList, _sum_before_unpooling)
+    each(graph, unpool, _unpool_covered_part)
     each(graph, aten.convolution_backward.default, _convolution_of_covered_part)
+    each(graph, aten.add.Tensor, _widen_the_sum)
 
 
-def unpool(pooled: Tensor, indices: Tensor, size: Pair, covered: Pair) -> Tensor:
-    """Put the values of (B, C, h, w) back where they were taken from in (B, C, *size).
-
-    The windows cover the upper left part `covered` of it; what is beyond is zero.
-    """
-    return widen(spread(pooled, indices, size[1], covered), size)
-
-
-def spread(pooled: Tensor, indices: Tensor, width: int, covered: Pair) -> Tensor:
-    """The part of `unpool` that the windows cover, (B, C, *covered)."""
-    if width != covered[1]:
-        indices = indices // width * covered[1] + indices % width
-    empty = pooled.new_zeros(*pooled.shape[:-2], covered[0] * covered[1])
+def unpool(pooled: Tensor, indices: Tensor, size: Pair) -> Tensor:
+    """Put the values of (B, C, h, w) back where they were taken from in (B, C, *size)."""
+    empty = pooled.new_zeros(*pooled.shape[:-2], size[0] * size[1])
     filled = empty.scatter(-1, indices.flatten(-2), pooled.flatten(-2))
-    return filled.unflatten(-1, covered)
+    return filled.unflatten(-1, size)
+
+
+def renumber(indices: Tensor, width: int, narrow: int) -> Tensor:
+    """Flat positions in rows of `width` as those in rows of `narrow`."""
+    return indices // width * narrow + indices % width
 
 
 def widen(part: Tensor, size: Pair) -> Tensor:
-    """The upper left part of a larger (…, *size), which is zero beyond it."""
-    rows, columns = size[0] - part.shape[-2], size[1] - part.shape[-1]
-    return F.pad(part, (0, columns, 0, rows)) if rows or columns else part
+    """A larger (…, *size) with `part` in its upper left corner and zeros elsewhere."""
+    return F.pad(part, (0, size[1] - part.shape[-1], 0, size[0] - part.shape[-2]))
 
 
 def upper_left(whole: Tensor, size: Pair) -> Tensor:
@@ -70,7 +68,8 @@ def _pooling_gradient(graph: Graph, node: Node) -> None:
     size = shape_of(source)[-2:]
     windows = shape_of(indices)[-2:]
     covered = tuple(min(n, k * w) for n, k, w in zip(size, kernel, windows, strict=True))
-    replace(node, graph.call_function(unpool, (pooled, indices, size, covered)))
+    node.meta[_COVERED] = covered
+    replace(node, graph.call_function(unpool, (pooled, indices, size)))
 
 
 def _mask_before_unpooling(graph: Graph, node: Node) -> None:
@@ -78,10 +77,11 @@ def _mask_before_unpooling(graph: Graph, node: Node) -> None:
     signal, active, threshold = arguments(node)
     if not calls(signal, unpool):
         return
-    pooled, indices, *sizes = signal.args
+    pooled, indices, size = signal.args
     there = graph.call_function(_pick, (active, indices))
     masked = graph.call_function(aten.threshold_backward.default, (pooled, there, threshold))
-    replace(node, graph.call_function(unpool, (masked, indices, *sizes)))
+    node.meta[_COVERED] = signal.meta[_COVERED]
+    replace(node, graph.call_function(unpool, (masked, indices, size)))
 
 
 def _mask_after_gathering(graph: Graph, node: Node) -> None:
@@ -134,23 +134,25 @@ def _sum_before_unpooling(graph: Graph, node: Node) -> None:
         node.args = (signal.args[0], *node.args[1:])
 
 
+def _unpool_covered_part(graph: Graph, node: Node) -> None:
+    pooled, indices, size = arguments(node)
+    covered = node.meta[_COVERED]
+    if size == covered:
+        return
+    there = graph.call_function(renumber, (indices, size[1], covered[1]))
+    part = graph.call_function(unpool, (pooled, there, covered))
+    part.meta = _like(node, covered)
+    replace(node, graph.call_function(widen, (part, size)))
+
+
 def _convolution_of_covered_part(graph: Graph, node: Node) -> None:
     """Gradients of a convolution whose output is only looked at where windows cover it."""
     signal, source, weight, _, stride, padding, dilation, transposed, *_ = arguments(node)
-    if not calls(signal, unpool) or transposed or any(padding):
+    if not calls(signal, widen) or transposed or any(padding):
         return
-    pooled, indices, size, covered = signal.args
-    if size == covered:
-        return
-    whole = shape_of(source)[-2:]
-    seen = tuple(
-        (count - 1) * step + gap * (reach - 1) + 1
-        for count, step, gap, reach in zip(
-            covered, stride, dilation, shape_of(weight)[-2:], strict=True
-        )
-    )
-    part = graph.call_function(spread, (pooled, indices, size[1], covered))
-    part.meta = _like(signal, covered)
+    part = signal.args[0]
+    sizes = zip(shape_of(part)[-2:], stride, dilation, shape_of(weight)[-2:], strict=True)
+    seen = tuple((count - 1) * step + gap * (reach - 1) + 1 for count, step, gap, reach in sizes)
     below = graph.call_function(upper_left, (source, seen))
     below.meta = _like(source, seen)
     gradients = graph.call_function(
@@ -161,8 +163,20 @@ def _convolution_of_covered_part(graph: Graph, node: Node) -> None:
             new = graph.call_function(operator.getitem, (gradients, use.args[1]))
             if use.args[1] == 0:
                 new.meta = _like(source, seen)
-                new = graph.call_function(widen, (new, whole))
+                new = graph.call_function(widen, (new, shape_of(source)[-2:]))
         replace(use, new)
+
+
+def _widen_the_sum(graph: Graph, node: Node) -> None:
+    """The sum of two widened parts is the widened sum."""
+    first, second = arguments(node)[:2]
+    if not calls(first, widen) or not calls(second, widen) or node.kwargs:
+        return
+    parts = first.args[0], second.args[0]
+    if first.args[1] == second.args[1] and shape_of(parts[0]) == shape_of(parts[1]):
+        total = graph.call_function(aten.add.Tensor, parts)
+        total.meta = dict(parts[0].meta)
+        replace(node, graph.call_function(widen, (total, first.args[1])))
 
 
 def _like(node: Node, size: Pair) -> dict[str, Any]:
