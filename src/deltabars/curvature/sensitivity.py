@@ -103,7 +103,7 @@ class _Sums:
 
     def add_rows(self, rows: Tensor, bases: Mapping[str, Tensor]) -> None:
         """Add rows (B, C, p) and their products with bases (K, p)."""
-        self.squares.add_(torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square())
+        self.squares.add_(rows.square().sum(-1))  # torch sums in a tree, which keeps the digits
         if self.gram is not None:
             self.gram.add_(rows.double() @ rows.double().mT)
         for name, basis in bases.items():
