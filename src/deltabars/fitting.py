@@ -70,8 +70,9 @@ def fit(
         seed: of the start vectors; the same seed gives the same bits on a CPU.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes to stay within; half of the free memory by default.
-        batch_size: examples worked on at a time, whatever the loader's batches are; 256 on a CPU
-            and 2,048 elsewhere by default. Take fewer where activations fill the memory.
+        batch_size: examples worked on at a time, whatever the loader's batches are; by default
+            chosen from the size of the activations and the memory budget. Where memory runs out
+            all the same, half as many are tried, with one warning.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); 1e-5 in float32,
             1e-10 in float64.
         max_products: products a matrix at the most; pairs that have not converged by then are
@@ -86,8 +87,9 @@ def fit(
         BadValueError, ModelError, DataError: each says what was expected, found, and to be done.
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
-    recomputed rows; for the Hessian a few times K products of about three gradients over the
-    data. Memory: a few times K·P numbers.
+    recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
+    data (two where the budget does not let its linear part be kept). Memory: at most 2.3·K·P
+    numbers (for K from 50 on) and two blocks, beside what is kept of the data.
     """
     if not isinstance(estimator, str) or estimator not in ESTIMATORS:
         raise BadValueError(

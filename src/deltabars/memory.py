@@ -21,6 +21,16 @@ _NOMINAL = {"cpu": 1 << 28}
 _NOMINAL_ELSEWHERE = 1 << 34
 
 
+# What may take which part of the budget. Together they make up the whole.
+DATA, KEPT, BASIS, CHUNK = "data", "kept between products", "Krylov basis", "chunk"
+_EIGHTHS = {DATA: 1, KEPT: 3, BASIS: 2, CHUNK: 2}
+
+
+def share(budget: int, of: str) -> int:
+    """The bytes of a budget that one of DATA, KEPT, BASIS and CHUNK may take."""
+    return budget * _EIGHTHS[of] // 8
+
+
 def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
     """The bytes to stay within: the given number, or half of what is free on the device."""
     if memory_budget is None:
@@ -53,7 +63,7 @@ def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.devi
     the last bits of sums, do not depend on how much memory happens to be free, unless it is scarce.
     """
     nominal = _NOMINAL.get(device.type, _NOMINAL_ELSEWHERE)
-    fitting = max(1, min(nominal, budget // 4) // max(1, bytes_per_item))
+    fitting = max(1, min(nominal, share(budget, CHUNK)) // max(1, bytes_per_item))
     return min(most, 1 << (fitting.bit_length() - 1))
 
 

@@ -20,7 +20,7 @@ from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
 from deltabars.likelihoods import Likelihood, get_likelihood
-from deltabars.memory import ChunkSize, chunk_within, resolve_budget
+from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.network import Network, model_errors
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
 
@@ -76,7 +76,8 @@ class Problem:
                 f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
             )
         report = on_progress or (lambda done, what: None)
-        self.data = TrainingData(data, self.device, self.dtype, self.memory_budget // 2, report)
+        room = share(self.memory_budget, DATA)
+        self.data = TrainingData(data, self.device, self.dtype, room, report)
         with self.network.evaluation(), model_errors():
             first = next(iter(self.chunks(_PROBE)))
             self.num_outputs = self._probe(first)

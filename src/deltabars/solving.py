@@ -13,6 +13,7 @@ from deltabars.eigen import EigenPairs
 from deltabars.eigen.krylov import default_block_size
 from deltabars.eigen.pairs import audit, is_whole
 from deltabars.errors import BadValueError
+from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
 
@@ -130,10 +131,10 @@ def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> 
 def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) -> int:
     """How far a Krylov basis may grow before it is restarted.
 
-    As far as it needs to as a rule, in which case it is not restarted at all; within half of the
-    memory budget (the other half is for what the products keep).
+    As far as it needs to as a rule, in which case it is not restarted at all; but within its share
+    of the memory budget.
     """
     usual = max(int(_USUAL_GROWTH * pairs), pairs + _LEAST_GROWTH)
     row = operator.shape[1] * operator.dtype.itemsize
-    fitting = operator.problem.memory_budget // 2 // row - 2 * block_size
+    fitting = share(operator.problem.memory_budget, BASIS) // row - 2 * block_size
     return max(min(usual, fitting), pairs + 2 * block_size)

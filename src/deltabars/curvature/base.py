@@ -12,7 +12,7 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.memory import ChunkSize, attempt, chunk_within
+from deltabars.memory import KEPT, ChunkSize, attempt, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 
@@ -97,8 +97,7 @@ class CurvatureOperator(ABC):
 class RowOperator(CurvatureOperator):
     """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
 
-    The rows are kept where they fit half of the memory budget, and otherwise computed again on
-    each pass.
+    The rows are kept where they fit the memory budget, and otherwise computed again on each pass.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -131,7 +130,7 @@ class RowOperator(CurvatureOperator):
     @property
     def keeps_rows(self) -> bool:
         """Whether all of R fits the part of the memory budget that it may take."""
-        return self.num_rows * self._bytes_per_row <= self.problem.memory_budget // 2
+        return self.num_rows * self._bytes_per_row <= share(self.problem.memory_budget, KEPT)
 
     @property
     def kept_bytes(self) -> int:

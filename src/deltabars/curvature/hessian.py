@@ -13,7 +13,7 @@ from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
 from deltabars.inputs import leaves, map_leaves
-from deltabars.memory import attempt
+from deltabars.memory import KEPT, attempt, share
 from deltabars.problem import Problem
 
 _MOST_TOGETHER = 16  # vectors
@@ -25,7 +25,7 @@ class HessianOperator(CurvatureOperator):
     """H through exact Hessian-vector products: the derivative of the gradient along a vector.
 
     Pearlmutter's product, forward over reverse. What does not depend on the vector is computed
-    once for each chunk of the data and kept, as far as it fits half of the memory budget; a
+    once for each chunk of the data and kept, as far as it fits the memory budget; a
     product over kept chunks costs about as much as a gradient, over others about two gradients.
     Data that do not fit in memory, or whose shapes differ, are not kept.
 
@@ -39,7 +39,7 @@ class HessianOperator(CurvatureOperator):
         self._parts: dict[tuple[torch.Size, ...], LinearPart] = {}
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
-        self._room = problem.memory_budget // 2 if problem.data.is_uniform else 0
+        self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
         while True:
