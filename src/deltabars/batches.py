@@ -39,13 +39,13 @@ class Batch:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
         """The batch on `device`, its floating inputs in `dtype` where that is given."""
 
-        def move(leaf: Tensor) -> Tensor:
+        def move(leaf: Tensor, kind: torch.dtype | None = None) -> Tensor:
             leaf = leaf.clone() if leaf.is_inference() else leaf
-            return leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
+            return leaf.detach().to(device, kind if leaf.is_floating_point() else None)
 
         with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
-            targets = None if self.targets is None else self.targets.detach().to(device)
-            return Batch(map_leaves(move, self.inputs), targets)
+            targets = None if self.targets is None else move(self.targets)
+            return Batch(map_leaves(lambda leaf: move(leaf, dtype), self.inputs), targets)
 
 
 def labelled(raw: Any) -> Batch:

@@ -36,7 +36,9 @@ class Likelihood(ABC):
 
     def loss_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """∂loss/∂z of each example, (B, C)."""
-        gradient: Tensor = torch.func.grad(lambda z: self.loss(z, targets).sum())(outputs)
+        at = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.loss(at, targets).sum(), at)
         return gradient
 
     @abstractmethod

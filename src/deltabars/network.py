@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
@@ -109,11 +106,28 @@ class Network:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
+    def gradient(self, inputs: Inputs, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """The gradient (P,) of a number that the outputs (B, C) give, at the trained point."""
+        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        with torch.enable_grad():
+            number = total(self.outputs(trained, inputs))
+            if not number.requires_grad:
+                return torch.zeros_like(self.point)
+            parts = torch.autograd.grad(number, list(trained.values()), materialize_grads=True)
+        return self.parameters.flatten(dict(zip(trained, parts, strict=True)))
+
     def activation_bytes(self, inputs: Inputs) -> int:
-        """The memory of everything that a forward pass computes on the way."""
-        with _OutputBytes() as counter:
-            self.outputs(dict(self.trained), inputs)
-        return counter.total
+        """The memory of everything that a forward pass keeps for its derivatives."""
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
+        return sum(sizes.values()) + outputs.nbytes
 
     def check_last_layer(self, examples: Inputs) -> None:
         """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
@@ -149,20 +163,6 @@ class Network:
                 module.training = True
             for module, name, hooks in hooked:
                 setattr(module, name, hooks)
-
-
-class _OutputBytes(TorchDispatchMode):
-    """Adds up the sizes of the results of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return result
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from deltabars.parameters import LastLayer, ParameterSpace, Selection
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
-_COPIES = 4  # of all activations, that derivatives take about
+_COPIES = 6  # of the activations kept for derivatives, that these take about
 _PROBE = 64  # examples that the model is tried out on
 _FAR_FROM_OPTIMUM = 0.5
 
@@ -202,12 +202,10 @@ class Problem:
     def _check_dependence(self, batch: Batch) -> None:
         """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
 
-        def total(trained: dict[str, Tensor]) -> Tensor:
-            outputs = self.network.outputs(trained, batch.inputs)
+        def total(outputs: Tensor) -> Tensor:
             return (outputs * torch.arange(1, outputs.shape[1] + 1, device=self.device)).sum()
 
-        gradient = torch.func.grad(total)(dict(self.network.trained))
-        if not any(bool(part.any()) for part in gradient.values()):
+        if not bool(self.network.gradient(batch.inputs, total).any()):
             raise ModelError(
                 "Model output: expected one that depends on the selected parameters, got "
                 "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
@@ -244,9 +242,10 @@ class Problem:
 
     def _chunk_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The losses (B,) of a chunk and the gradient (P,) of their sum."""
+        losses = torch.empty(0)
 
-        def total(at: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            outputs = self.network.outputs(at, batch.inputs)
+        def total(outputs: Tensor) -> Tensor:
+            nonlocal losses
             assert batch.targets is not None
             if outputs.shape[1] != self.num_outputs:
                 raise ModelError(
@@ -255,10 +254,10 @@ class Problem:
                 )
             self.likelihood.check_targets(outputs, batch.targets)
             losses = self.likelihood.loss(outputs, batch.targets)
-            return losses.sum(), losses
+            return losses.sum()
 
-        gradient, losses = torch.func.grad(total, has_aux=True)(dict(self.network.trained))
-        return losses, self.parameters.flatten(gradient)
+        gradient = self.network.gradient(batch.inputs, total)
+        return losses.detach(), gradient
 
 
 def check_l2(l2: Any) -> float:

@@ -39,7 +39,7 @@ class Basis:
         while block.shape[0]:
             room = sum(panel.shape[0] for panel in self._panels) - self.rows
             if room == 0:
-                room = max(16, self._first_panel // (4 if self._panels else 1))
+                room = max(16, self._first_panel // (8 if self._panels else 1))
                 self._panels.append(self._empty(room))
             last = self._panels[-1]
             place = last.shape[0] - room
