@@ -1,16 +1,19 @@
-# `make demo` and `make test` do all their own set-up, with Python 3.11 or later and nothing else.
+# `make demo`, `make test` and `make bench` do all their own set-up, with Python 3.11 or later and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltabars demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+bench: $(VENV)/.dev
+	$(BIN)/deltabars bench
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check src tests

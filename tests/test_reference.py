@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from deltabars import Problem, eigen
 from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.recipes.paper import L2, load_weights, read_mnist
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
@@ -22,56 +21,22 @@ pytestmark = pytest.mark.skipif(
     reason=f"the reference data are absent: {DATA}",
 )
 
-L2 = 0.01
 COUNT = 1000
 RANK = {"hessian": 6, "opg": 8}
 
 
-class PaperNetwork(nn.Module):
-    """Three convolutions, two poolings, two dense layers: P = 93,322."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3)
-        self.conv2 = nn.Conv2d(32, 64, 3)
-        self.conv3 = nn.Conv2d(64, 64, 3)
-        self.fc1 = nn.Linear(576, 64)
-        self.fc2 = nn.Linear(64, 10)
-
-    def forward(self, images):
-        x = functional.max_pool2d(self.conv1(images).relu(), 2)
-        x = functional.max_pool2d(self.conv2(x).relu(), 2)
-        x = self.conv3(x).relu().flatten(1)
-        return self.fc2(self.fc1(x).relu())
-
-
-def read_idx(path, count):
-    """The first `count` items of a gzipped idx file of bytes."""
-    with gzip.open(path) as file:
-        dimensions = file.read(4)[3]
-        shape = np.frombuffer(file.read(4 * dimensions), dtype=">u4").astype(int)
-        shape[0] = count
-        items = np.frombuffer(file.read(int(shape.prod())), dtype=np.uint8)
-    return torch.from_numpy(items.reshape(shape).copy())
-
-
-def read_mnist(part, count=COUNT):
-    images = read_idx(DATA / "mnist" / f"{part}-images-idx3-ubyte.gz", count)
-    labels = read_idx(DATA / "mnist" / f"{part}-labels-idx1-ubyte.gz", count)
-    return images[:, None].float() / 255, labels.long()
+def read_part(part):
+    return read_mnist(DATA / "mnist", part, COUNT)
 
 
 @pytest.fixture(scope="module")
 def model():
-    network = PaperNetwork().eval()
-    with np.load(DATA / "reference" / "lenet_mnist_seed0.npz") as weights:
-        network.load_state_dict({name: torch.from_numpy(weights[name]) for name in weights})
-    return network
+    return load_weights(DATA / "reference" / "lenet_mnist_seed0.npz")
 
 
 @pytest.fixture(scope="module")
 def data():
-    return read_mnist("train")
+    return read_part("train")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +102,7 @@ def assert_solvers_agree(pairs):
 
 
 def test_reference_weights_classify_unseen_digits(model):
-    images, labels = read_mnist("t10k")
+    images, labels = read_part("t10k")
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).double().mean()
     assert accuracy > 0.96  # 0.981 on all 10,000; 1,000 of them vary by 0.4 %

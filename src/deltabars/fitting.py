@@ -88,8 +88,8 @@ def fit(
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
     recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
-    data (two where the budget does not let its linear part be kept). Memory: at most 2.3·K·P
-    numbers (for K from 50 on) and two blocks, beside what is kept of the data.
+    data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
+    numbers (for K from 54 on), beside what is kept of the data.
     """
     if not isinstance(estimator, str) or estimator not in ESTIMATORS:
         raise BadValueError(

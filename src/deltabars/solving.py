@@ -21,7 +21,7 @@ SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
 _ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
 _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
-_USUAL_GROWTH = 2.3  # basis vectors a pair: trained networks take 2.1 to 2.2 at ranks over 100
+_USUAL_GROWTH = 2.2  # basis vectors a pair: about what trained networks take
 _LEAST_GROWTH = 64
 
 
@@ -134,7 +134,7 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     As far as it needs to as a rule, in which case it is not restarted at all; but within its share
     of the memory budget.
     """
-    usual = max(int(_USUAL_GROWTH * pairs), pairs + _LEAST_GROWTH)
+    usual = max(int(_USUAL_GROWTH * pairs) - 2 * block_size, pairs + _LEAST_GROWTH)
     row = operator.shape[1] * operator.dtype.itemsize
     fitting = share(operator.problem.memory_budget, BASIS) // row - 2 * block_size
     return max(min(usual, fitting), pairs + 2 * block_size)

@@ -48,7 +48,7 @@ class CurvatureOperator(ABC):
         self._check_vectors(vectors)
         with self.problem.network.evaluation(), model_errors():
             total = self._data_sum(vectors)
-        return total / self.problem.num_examples + self.problem.l2 * vectors
+        return total.div_(self.problem.num_examples).add_(vectors, alpha=self.problem.l2)
 
     def to_dense(self) -> Tensor:
         """The matrix itself, (P, P). Cost: P products."""

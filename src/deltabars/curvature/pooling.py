@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ aten = torch.ops.aten
 Pair = tuple[int, int]
 
 _COVERED = "covered"  # what is known of an unpooled tensor: the part that windows cover
+_DEFAULTS: tuple[list[int], ...] = (
+    [],
+    [],
+    [0, 0],
+    [1, 1],
+)  # kernel, stride (the kernel's), padding, dilation
 
 
 def rewrite_poolings(graph: Graph) -> None:
@@ -32,6 +39,7 @@ def rewrite_poolings(graph: Graph) -> None:
     each(graph, aten.gather.default, _mask_after_gathering)
     graph.eliminate_dead_code()  # so that a use of a result is one that counts
     each(graph, aten.gather.default, _bias_after_gathering)
+    each(graph, aten.gather.default, _gather_from_covered_part)
     each(graph, aten.sum.dim_IntList, _sum_before_unpooling)
     each(graph, unpool, _unpool_covered_part)
     each(graph, aten.convolution_backward.default, _convolution_of_covered_part)
@@ -60,16 +68,22 @@ def upper_left(whole: Tensor, size: Pair) -> Tensor:
     return whole[..., : size[0], : size[1]].contiguous()
 
 
+def _covered(source: Node, indices: Node, window: Sequence[Any]) -> Pair | None:
+    """The part of a pooling's source that its windows cover; None where they overlap."""
+    kernel, stride, padding, dilation = (*window, *_DEFAULTS[len(window) :])[:4]
+    if list(stride or kernel) != list(kernel) or any(padding) or any(d != 1 for d in dilation):
+        return None
+    sizes = zip(shape_of(source)[-2:], kernel, shape_of(indices)[-2:], strict=True)
+    height, width = (min(size, reach * count) for size, reach, count in sizes)
+    return height, width
+
+
 def _pooling_gradient(graph: Graph, node: Node) -> None:
-    pooled, source, kernel, stride, padding, dilation, _, indices = arguments(node)
-    overlaps = list(stride or kernel) != list(kernel)
-    if overlaps or any(padding) or any(step != 1 for step in dilation):
-        return
-    size = shape_of(source)[-2:]
-    windows = shape_of(indices)[-2:]
-    covered = tuple(min(n, k * w) for n, k, w in zip(size, kernel, windows, strict=True))
-    node.meta[_COVERED] = covered
-    replace(node, graph.call_function(unpool, (pooled, indices, size)))
+    pooled, source, *window, _, indices = arguments(node)
+    node.meta[_COVERED] = _covered(source, indices, window)
+    if node.meta[_COVERED] is not None:
+        size = shape_of(source)[-2:]
+        replace(node, graph.call_function(unpool, (pooled, indices, size)))
 
 
 def _mask_before_unpooling(graph: Graph, node: Node) -> None:
@@ -145,14 +159,69 @@ def _unpool_covered_part(graph: Graph, node: Node) -> None:
     replace(node, graph.call_function(widen, (part, size)))
 
 
+def _seen(
+    weight: Node, stride: Sequence[int], dilation: Sequence[int], part: Sequence[int]
+) -> Pair:
+    """What a convolution without padding looks at to compute an upper left part."""
+    sizes = zip(part, stride, dilation, shape_of(weight)[-2:], strict=True)
+    height, width = ((n - 1) * step + gap * (reach - 1) + 1 for n, step, gap, reach in sizes)
+    return height, width
+
+
+def _gather_from_covered_part(graph: Graph, node: Node) -> None:
+    """Convolutions that a pooling is taken of are only computed where its windows cover them."""
+    view, dim, places = arguments(node)[:3]
+    if (
+        dim != -1
+        or not calls(view, aten.reshape.default)
+        or not calls(places, aten.reshape.default)
+    ):
+        return
+    source, indices = view.args[0], places.args[0]
+    if not calls(indices, operator.getitem):
+        return
+    pooling = indices.args[0]
+    if not calls(pooling, aten.max_pool2d_with_indices.default):
+        return
+    shape = shape_of(source)
+    covered = _covered(pooling.args[0], indices, pooling.args[1:5])
+    if covered is None or covered == shape[-2:] or shape[-2:] != shape_of(pooling.args[0])[-2:]:
+        return
+    terms = source.args if calls(source, aten.add.Tensor) and not source.kwargs else (source,)
+    if not all(_is_plain_convolution(term) for term in terms):
+        return
+    if list(view.args[1]) != [*shape[:2], shape[2] * shape[3]] or shape_of(places)[:2] != shape[:2]:
+        return
+    parts = [_convolve_part(graph, term, covered) for term in terms]
+    total = graph.call_function(aten.add.Tensor, tuple(parts)) if len(parts) > 1 else parts[0]
+    flat = graph.call_function(aten.reshape.default, (total, [*shape[:2], covered[0] * covered[1]]))
+    there = graph.call_function(renumber, (places, shape[3], covered[1]))
+    replace(node, graph.call_function(aten.gather.default, (flat, dim, there)))
+
+
+def _is_plain_convolution(term: Any) -> bool:
+    """Whether a term is a convolution (not a transposed one) without padding."""
+    return calls(term, aten.convolution.default) and not term.args[6] and not any(term.args[4])
+
+
+def _convolve_part(graph: Graph, term: Node, part: Pair) -> Node:
+    """The upper left part of a convolution."""
+    source, weight, bias, stride, *rest = arguments(term)
+    seen = _seen(weight, stride, rest[1], part)
+    below = graph.call_function(upper_left, (source, seen))
+    below.meta = _like(source, seen)
+    result = graph.call_function(aten.convolution.default, (below, weight, bias, stride, *rest))
+    result.meta = _like(term, part)
+    return result
+
+
 def _convolution_of_covered_part(graph: Graph, node: Node) -> None:
     """Gradients of a convolution whose output is only looked at where windows cover it."""
     signal, source, weight, _, stride, padding, dilation, transposed, *_ = arguments(node)
     if not calls(signal, widen) or transposed or any(padding):
         return
     part = signal.args[0]
-    sizes = zip(shape_of(part)[-2:], stride, dilation, shape_of(weight)[-2:], strict=True)
-    seen = tuple((count - 1) * step + gap * (reach - 1) + 1 for count, step, gap, reach in sizes)
+    seen = _seen(weight, stride, dilation, shape_of(part)[-2:])
     below = graph.call_function(upper_left, (source, seen))
     below.meta = _like(source, seen)
     gradients = graph.call_function(

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from deltabars.summation import inner
 
-_COLUMNS_AT_ONCE = 4096
+_COLUMNS_AT_ONCE = 4096  # of a whole basis
+_COLUMNS_OF_A_BLOCK = 1 << 16
 
 
 class Basis:
@@ -89,35 +90,38 @@ class Basis:
         return [*self._panels[:-1], self._panels[-1][: self.rows - before]]
 
 
-def orthonormal_rows(vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows W (b, P) as R·V with V (b, P) orthonormal: V, R (b, b), and the strengths (b,).
+def orthonormalise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace rows W (b, P) by orthonormal V with W = R·V: R (b, b), and the strengths (b,).
 
     The strengths are the singular values of W, descending; directions weaker than the rounding
     errors of the strongest come out with strengths of about zero, and are not orthonormal.
 
     From inner products, which are a few matrix products where a QR factorisation of long rows is
-    slow: the first round makes W well conditioned, the second one orthonormal.
+    slow: the first round makes W well conditioned, the second one orthonormal. In place.
     """
-    floor = torch.finfo(vectors.dtype).eps ** 0.5
-    turn, strengths = _principal(inner(vectors, vectors).cpu())
+    floor = torch.finfo(rows.dtype).eps ** 0.5
+    turn, strengths = _principal(inner(rows, rows).cpu())
     least = floor * float(strengths[0]) or 1.0
     scale = strengths.clamp(min=least)
-    near = _times(turn / scale, vectors)  # W = (turn·scale)·near
+    _mix(turn / scale, rows)  # W = (turn·scale)·rows
     factor = turn * scale
-    gram = inner(near, near).cpu()
+    gram = inner(rows, rows).cpu()
     if float(strengths[-1]) > least:
-        lower = torch.linalg.cholesky(gram)  # near = lower·(orthonormal)
-        return _times(_inverse(lower).T, near), factor @ lower, strengths
+        lower = torch.linalg.cholesky(gram)  # rows = lower·(orthonormal)
+        _mix(_inverse(lower).T, rows)
+        return factor @ lower, strengths
     turn, lengths = _principal(gram)
     left, strengths, right = torch.linalg.svd(factor @ (turn * lengths))
-    rows = _times((turn / lengths.clamp(min=floor)) @ right.T, near)
-    return rows, left * strengths, strengths
+    _mix((turn / lengths.clamp(min=floor)) @ right.T, rows)
+    return left * strengths, strengths
 
 
 def extend(
     basis: Basis, vectors: Tensor, count: int, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`count` orthonormal rows V that continue the basis along `vectors` (b, P), which change.
+    """`count` orthonormal rows V that continue the basis along `vectors` (b, P).
+
+    They take the place of the vectors, as far as they can.
 
     Directions with a strength of less than `noise` are rounding errors: an invariant subspace was
     found, and they are replaced by random ones, with zeros in the coupling.
@@ -128,12 +132,12 @@ def extend(
     """
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
     basis.remove_from(vectors)
-    rows, coupling, strengths = orthonormal_rows(vectors)
-    rows = rows[: min(count, int((strengths > noise).sum()))]
+    coupling, strengths = orthonormalise(vectors)
+    rows = vectors[: min(count, int((strengths > noise).sum()))]
     coupling = coupling[:, : rows.shape[0]]
     if rows.shape[0]:
         basis.remove_from(rows)
-        rows, turn, left = orthonormal_rows(rows)
+        turn, left = orthonormalise(rows)
         real = int((left > 0.5).sum())  # a unit vector that shrinks was in the basis already
         rows, coupling = rows[:real], (coupling @ turn)[:, :real]
     missing = count - rows.shape[0]
@@ -148,9 +152,11 @@ def _principal(gram: Tensor) -> tuple[Tensor, Tensor]:
     return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
 
 
-def _times(columns: Tensor, rows: Tensor) -> Tensor:
-    """columnsᵀ · rows (b, P), for a small matrix in float64 on the CPU."""
-    return columns.T.to(rows.device, rows.dtype) @ rows
+def _mix(columns: Tensor, rows: Tensor) -> None:
+    """Replace rows (b, P) by columnsᵀ·rows, for a small matrix (b, b) in float64 on the CPU."""
+    mixing = columns.T.to(rows.device, rows.dtype)
+    for part in rows.split(_COLUMNS_OF_A_BLOCK, dim=1):
+        part.copy_(mixing @ part)
 
 
 def _inverse(lower: Tensor) -> Tensor:
@@ -163,8 +169,8 @@ def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generat
     fresh = random_rows(count, rows.shape[1], generator, rows.device, rows.dtype)
     for _ in range(3):  # each pass on unit rows: what little room is left is found by the second
         basis.remove_from(fresh)
-        fresh = fresh - inner(fresh, rows).to(rows.dtype) @ rows
-        fresh = orthonormal_rows(fresh)[0]
+        fresh -= inner(fresh, rows).to(rows.dtype) @ rows
+        orthonormalise(fresh)
     return fresh
 
 

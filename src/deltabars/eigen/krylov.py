@@ -226,7 +226,7 @@ class _Run:
         """
         rank = len(pairs)
         # A small search bears no long probe, and a block has seen as many copies as it has rows.
-        steps = min(_GUARD_PRODUCTS, 3 + rank // (8 * block_size))
+        steps = min(_GUARD_PRODUCTS, 2 + rank // (16 * block_size))
         while rank < self.matrix.shape[0]:
             room = self.max_products - self.matrix.products
             if room < 2:

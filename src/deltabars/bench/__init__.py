@@ -1,0 +1,4 @@
+"""Time, memory and accuracy of deltabars and of its peers, measured on the same work.
+
+`runner.run_bench` is what `deltabars bench` calls; each work is a module of its own.
+"""

@@ -1,0 +1,147 @@
+"""Run works one after the other, print what they find, and write it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deltabars
+from deltabars.bench import table
+from deltabars.bench.context import Bench, release
+from deltabars.bench.floor import run_floor, run_product
+from deltabars.bench.growth import run_growth
+from deltabars.bench.hessian import run_hessian, run_hessian1500
+from deltabars.bench.memory import run_memory
+from deltabars.bench.opg import run_opg
+from deltabars.bench.predict import run_predict
+from deltabars.bench.published import run_published
+from deltabars.bench.results import Record
+from deltabars.bench.sizes import Size
+from deltabars.bench.sources import Sources, Spectra
+from deltabars.errors import BadValueError
+
+WORKS: dict[str, Callable[[Bench], Record]] = {
+    "floor": run_floor,
+    "product": run_product,
+    "hessian": run_hessian,
+    "hessian1500": run_hessian1500,
+    "opg": run_opg,
+    "predict": run_predict,
+    "growth": run_growth,
+    "memory": run_memory,
+    "published": run_published,
+}
+
+
+def run_bench(
+    size: Size,
+    sources: Sources,
+    works: Sequence[str] | None = None,
+    *,
+    show: Callable[[str], None] = print,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure every work, or the named ones in the order of the table.
+
+    Args:
+        size: how large the works are.
+        sources: files to read and a folder to keep eigenpairs in.
+        works: names of `WORKS`; all by default.
+        show: called with the table, part by part as it is found.
+        say: called with lines on what is being done.
+
+    Returns:
+        The environment, the size, and a record a work, as JSON has them.
+
+    Raises:
+        BadValueError: there is no such device, or an unknown work is named.
+    """
+    unknown = sorted(set(works or ()) - set(WORKS))
+    if unknown:
+        raise BadValueError(f"works: expected some of {list(WORKS)}, got {unknown}.")
+    if size.device == "cuda" and not torch.cuda.is_available():
+        raise BadValueError(
+            "--gpu: expected a CUDA device that torch can use, got none. Leave it out for the "
+            "small size."
+        )
+    if sources.cache is not None and not sources.cache.is_dir():
+        raise BadValueError(f"--cache: expected a folder that exists, got {sources.cache}.")
+    bench = Bench(size, sources, Spectra(sources.cache), say)
+    started = time.perf_counter()
+    records = []
+    show(table.head())
+    for name in WORKS:
+        if works is None or name in works:
+            say(name)
+            records.append(_timed(WORKS[name], bench))
+            show(table.section(records[-1]))
+    elapsed = time.perf_counter() - started
+    environment = describe_environment(bench)
+    environment["seconds by work"] = ", ".join(f"{it.work} {it.elapsed:.0f}" for it in records)
+    environment["seconds in all"] = round(elapsed, 1)
+    show(f"\n{table.foot(environment)}")
+    return {
+        "environment": environment,
+        "size": dataclasses.asdict(size),
+        "records": [record.to_json() for record in records],
+    }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write a report.
+
+    Raises:
+        BadValueError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise BadValueError(
+            f"--json: expected a file that can be written, got {path}: {error}."
+        ) from error
+
+
+def describe_environment(bench: Bench) -> dict[str, Any]:
+    """Device, versions, sizes and threads."""
+    device, size = bench.device, bench.size
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "deltabars": deltabars.__version__,
+        "python": platform.python_version(),
+        "network and images": bench.subject.source,
+        "training accuracy": round(bench.subject.accuracy, 4),
+        "P": sum(weight.numel() for weight in bench.subject.model.parameters()),
+        "N": f"{size.hessian_images} (hessian), {size.opg_images} (opg)",
+        "K": f"{', '.join(map(str, size.hessian_ranks))} (hessian), {size.opg_rank} (opg)",
+    }
+
+
+def _timed(work: Callable[[Bench], Record], bench: Bench) -> Record:
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        # Ours are about weights that were trained briefly and fits that were cut short on
+        # purpose, and residuals stand in the table; those of peers are not ours to mend.
+        warnings.simplefilter("ignore")
+        record = work(bench)
+    release(bench.device)
+    return dataclasses.replace(record, elapsed=time.perf_counter() - started)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,76 @@
+"""`deltabars bench`: time, memory and accuracy beside those of the peers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deltabars.bench.runner import WORKS, run_bench, write_json
+from deltabars.bench.sizes import GPU, SMALL
+from deltabars.bench.sources import Sources
+from deltabars.errors import DeltaBarsError
+
+_DESCRIPTION = """\
+Measure deltabars and its peers on the same work in the same run: plain PyTorch (the floor),
+curvlinops with SciPy's eigsh, scikit-learn's IncrementalPCA, laplace-torch. Prints the accuracy of
+each beside its time, and how cost grows with P, N and K. A peer that is not installed is a line
+that says so. Needs no download: without --mnist the images are made of scikit-learn's digits. The
+small size takes under five minutes on two cores.
+"""
+_EPILOG = """\
+examples:
+  deltabars bench --json bench.json
+  deltabars bench --only hessian opg
+  deltabars bench --gpu --mnist mnist/ --weights lenet.npz --published eigenvalues.npz
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser's."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure time, memory and accuracy beside those of the peers",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = bench.add_argument
+    add("--gpu", action="store_true", help="the size for one GPU: N = 60,000, K up to 1,500")
+    add("--mnist", type=Path, metavar="FOLDER", help="MNIST's idx files, plain or gzipped")
+    add("--weights", type=Path, metavar="FILE", help="trained weights of the paper's network, .npz")
+    add(
+        "--published", type=Path, metavar="FILE", help="published eigenvalues to compare with, .npz"
+    )
+    add("--only", nargs="+", choices=WORKS, metavar="WORK", help=f"some of {', '.join(WORKS)}")
+    add("--cache", type=Path, metavar="FOLDER", help="keep eigenpairs there, for later runs")
+    add("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    add("--quiet", action="store_true", help="no progress")
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the works and print the table."""
+    if options.json is not None and not options.json.parent.is_dir():
+        raise DeltaBarsError(f"--json: expected a folder that exists, got {options.json.parent}.")
+    sources = Sources(options.mnist, options.weights, options.published, options.cache)
+    report = run_bench(
+        GPU if options.gpu else SMALL,
+        sources,
+        options.only,
+        show=partial(print, flush=True),
+        say=_ignore if options.quiet else _say,
+    )
+    if options.json is not None:
+        write_json(options.json, report)
+        print(f"\nAll numbers: {options.json}")
+
+
+def _say(line: str) -> None:
+    print(f"… {line}", file=sys.stderr, flush=True)
+
+
+def _ignore(line: str) -> None:
+    """Say nothing."""
