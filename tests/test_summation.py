@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltabars import summation
 from deltabars.summation import inner
 
 
@@ -28,3 +29,35 @@ def test_batches_of_rows():
 def test_float64_is_the_plain_product():
     a = torch.randn(3, 2000, dtype=torch.float64)
     assert torch.equal(inner(a, a), a @ a.T)
+
+
+@pytest.mark.parametrize("size", [1, 2, 511, 512, 513, 1536, 5000])
+@pytest.mark.parametrize("shape", [(), (2,), (3, 2)], ids=["rows", "a batch", "batches"])
+@pytest.mark.parametrize("paired", [True, False])
+def test_any_number_of_stretches(size, shape, paired):
+    """Whole ones, the rest of one, or both; each number counts once."""
+    generator = torch.Generator().manual_seed(size)
+    a = torch.randn(*shape, 3, size, generator=generator)
+    b = torch.randn(*(shape if paired else ()), 4, size, generator=generator)
+    exact = a.double() @ b.double().mT
+    # A float32 unit of rounding of the product of the norms; a number left out is O(1).
+    torch.testing.assert_close(inner(a, b), exact, rtol=0, atol=1e-7 * size + 1e-6)
+    whole = torch.ones_like(a)
+    assert torch.equal(inner(whole, torch.ones_like(b)), torch.full_like(exact, size))
+
+
+def test_more_products_than_are_computed_together():
+    """So many that stretches are taken one at a time."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2100, 1100, generator=generator) for _ in range(2))
+    assert a.shape[0] * b.shape[0] > summation._AT_ONCE
+    torch.testing.assert_close(inner(a, b), a.double() @ b.double().T, rtol=0, atol=1e-4)
+
+
+def test_rows_with_gaps_between_them():
+    """Parts of wider rows, as the columns of one layer are of a basis."""
+    wide = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0))
+    part = wide[:, 100:1500]
+    torch.testing.assert_close(
+        inner(part[:2], part[2:]), part[:2].double() @ part[2:].double().T, rtol=0, atol=1e-4
+    )

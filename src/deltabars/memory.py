@@ -86,9 +86,13 @@ class ChunkSize:
         value: the present number.
     """
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, said: list[str] | None = None) -> None:
         self.value = value
-        self._warned = False
+        self._said: list[str] = [] if said is None else said
+
+    def at_most(self, value: int) -> ChunkSize:
+        """A number of its own, for work of another kind; what was said once stays said."""
+        return ChunkSize(min(self.value, value), self._said)
 
     def each(
         self, batches: Iterable[Examples], work: Callable[[Examples], Result]
@@ -98,12 +102,13 @@ class ChunkSize:
             waiting = deque(batch.split(self.value))
             while waiting:
                 part = waiting.popleft()
-                result = attempt(partial(work, part))
+                result = attempt(partial(work, part)) if len(part) <= self.value else None
                 if result is not None:
                     yield result
-                else:
+                    continue
+                if len(part) <= self.value:
                     self.halve(len(part))
-                    waiting.extendleft(reversed(list(part.split(self.value))))
+                waiting.extendleft(reversed(list(part.split(self.value))))
 
     def halve(self, failed: int) -> None:
         """Go down to half of the number that there was no memory for, and say so once."""
@@ -113,15 +118,13 @@ class ChunkSize:
                 "a larger device, or choose fewer parameters with params=."
             )
         self.value = (failed + 1) // 2
-        if not self._warned:
-            warnings.warn(
+        if not self._said:
+            self._said.append(
                 f"Memory: expected room for {failed} examples at a time, got too little; going on "
                 f"with {self.value} or fewer. Start there with batch_size=, or with a smaller "
-                "memory_budget=.",
-                MemoryWarning,
-                stacklevel=3,
+                "memory_budget=."
             )
-        self._warned = True
+            warnings.warn(self._said[0], MemoryWarning, stacklevel=3)
 
 
 def attempt(work: Callable[[], Result]) -> Result | None:

@@ -134,7 +134,7 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     As far as it needs to as a rule, in which case it is not restarted at all; but within its share
     of the memory budget.
     """
-    usual = max(int(_USUAL_GROWTH * pairs) - 2 * block_size, pairs + _LEAST_GROWTH)
+    usual = max(int(_USUAL_GROWTH * pairs) - 4 * block_size, pairs + _LEAST_GROWTH)
     row = operator.shape[1] * operator.dtype.itemsize
     fitting = share(operator.problem.memory_budget, BASIS) // row - 2 * block_size
     return max(min(usual, fitting), pairs + 2 * block_size)

@@ -46,12 +46,12 @@ def run_product(bench: Bench) -> Record:
     release(bench.device)
     product, gradient = median(seconds["product"]), median(seconds["gradient"])
     measures = [
-        Measure("first product (it caches)", (first,), first / gradient, "grad."),
+        Measure("first product (it caches)", (first,), first / gradient, "grad"),
         Measure(
             "product / gradient at once",
             seconds["product"],
             product / gradient,
-            "grad.",
+            "grad",
             accuracy=_error_of_product(bench),
             accuracy_of="error",
             goal=goal(bench.size.name, "product"),
@@ -63,7 +63,7 @@ def run_product(bench: Bench) -> Record:
             f"product / gradient {text}",
             seconds["product"],
             product / median(seconds[name]),
-            "grad.",
+            "grad",
         )
         for name, text in others.items()
         if name in seconds

@@ -118,10 +118,12 @@ def _memory_growth(series: Series, data: Data) -> tuple[tuple[Measure, ...], dic
     found = dict(zip(cases, peaks, strict=True))
     measures, points = [], {}
     for (estimator, name), group in series.items():
-        exponent = growth_exponent(_FACTORS, [found[case].peak for case in group])
         text = f"peak memory of {estimator} in {name}"
-        measures.append(Measure(text, figure=exponent, unit="exp.", goal=GROWTH))
         points[text] = [_point(case, found[case]) for case in group]
+        sizes = [found[case].peak for case in group]
+        if min(sizes) > 0:  # a tiny fit may find all of its memory resident already
+            exponent = growth_exponent(_FACTORS, sizes)
+            measures.append(Measure(text, figure=exponent, unit="exp.", goal=GROWTH))
     return tuple(measures), points
 
 

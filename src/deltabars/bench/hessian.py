@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import deltabars
 from deltabars.bench import plain
 from deltabars.bench.context import Bench, release
 from deltabars.bench.goals import RESIDUAL, goal
 from deltabars.bench.peers import Solved, curvlinops_eigsh, find_peers
 from deltabars.bench.results import Measure, Record
 from deltabars.bench.timing import stopwatch
-from deltabars.curvature import HessianOperator
-from deltabars.eigen import EigenPairs, lanczos
+from deltabars.eigen import EigenPairs
 from deltabars.precision import full_precision
 from deltabars.recipes.paper import L2
 
@@ -33,9 +33,17 @@ def run_hessian1500(bench: Bench) -> Record:
 
 def solve_hessian(bench: Bench, count: int, rank: int) -> EigenPairs:
     """The pairs, from the model and its images on: everything a user waits for."""
-    operator = HessianOperator(bench.problem(count))
-    with full_precision(bench.device):
-        return lanczos(operator, rank, tolerance=RESIDUAL)
+    fit = deltabars.fit(
+        bench.subject.model,
+        bench.subject.train(count),
+        l2=L2,
+        estimator="hessian",
+        rank=rank,
+        solver="krylov",
+        residual_tolerance=RESIDUAL,
+        progress=False,
+    )
+    return fit.spectra["hessian"]
 
 
 def _run(bench: Bench, work: str, rank: int, with_peer: bool) -> Record:

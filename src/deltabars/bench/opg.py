@@ -86,7 +86,7 @@ def _with_peer(bench: Bench, whole: Measure, raw: dict[str, Any]) -> Record:
             f"on kept rows, {pairs.statistics['products']} products",
             (our_seconds,),
             accuracy=error,
-            accuracy_of="value error",
+            accuracy_of="values",
             products=int(pairs.statistics["products"]),
         ),
     ]
@@ -100,13 +100,13 @@ def _with_peer(bench: Bench, whole: Measure, raw: dict[str, Any]) -> Record:
             f"IncrementalPCA, batches of {size.opg_batch}",
             (their_seconds,),
             accuracy=theirs,
-            accuracy_of="value error",
+            accuracy_of="values",
         ),
         Measure(
             "deltabars is faster by",
             figure=their_seconds / our_seconds,
             accuracy=error,
-            accuracy_of="value error",
+            accuracy_of="values",
             goal=goal(size.name, "opg"),
         ),
     ]

@@ -45,7 +45,7 @@ def foot(environment: dict[str, Any]) -> str:
 def _cells(measure: Measure) -> tuple[str, ...]:
     accuracy = ""
     if measure.accuracy is not None:
-        accuracy = f"{measure.accuracy_of} {measure.accuracy:.0e}"
+        accuracy = f"{measure.accuracy_of} {measure.accuracy:.1e}"
     figure = "" if measure.figure is None else f"{_number(measure.figure)} {measure.unit}"
     goal = "" if measure.goal is None else str(measure.goal)
     return measure.what, _duration(measure.median), figure, accuracy, goal

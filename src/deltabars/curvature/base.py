@@ -12,7 +12,7 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.memory import KEPT, ChunkSize, attempt, chunk_within, share
+from deltabars.memory import KEPT, attempt, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 
@@ -106,10 +106,9 @@ class RowOperator(CurvatureOperator):
         per_example = self._rows_per_example * (
             2 * self._bytes_per_row + 2 * problem.activation_bytes
         )
-        size = chunk_within(
-            problem.memory_budget, per_example, problem.chunk_size.value, self.device
-        )
-        self._chunk_size = ChunkSize(size)
+        most = problem.chunk_size.value
+        fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
+        self._chunk_size = problem.chunk_size.at_most(fitting)
         self._kept: Tensor | None = None
 
     @property

@@ -5,15 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
 from deltabars.inputs import leaves, map_leaves
-from deltabars.memory import KEPT, attempt, share
+from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem
 
 _MOST_TOGETHER = 16  # vectors
@@ -36,7 +39,8 @@ class HessianOperator(CurvatureOperator):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         _load_forward_derivatives()
-        self._parts: dict[tuple[torch.Size, ...], LinearPart] = {}
+        self._chunk_size = problem.chunk_size.at_most(problem.chunk_size.value)
+        self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
@@ -46,14 +50,13 @@ class HessianOperator(CurvatureOperator):
             total = attempt(partial(self._pass, vectors))
             if total is not None:
                 return total
-            size = self.problem.chunk_size
             self._kept, self._parts = [], {}
             self.kept_bytes, self._room = 0, self._room // 2
-            size.halve(min(size.value, self.problem.num_examples))
+            self._chunk_size.halve(min(self._chunk_size.value, self.problem.num_examples))
 
     def _pass(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        for position, batch in enumerate(self.problem.chunks()):
+        for position, batch in enumerate(self.problem.chunks(self._chunk_size.value)):
             product = self._chunk_product(position, batch)
             together = self._vectors_at_once(len(batch))
             for group, sums in zip(vectors.split(together), total.split(together), strict=True):
@@ -67,37 +70,47 @@ class HessianOperator(CurvatureOperator):
 
     def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
         """The function from vectors (b, P) to their products with this chunk's Hessian."""
+        part, fixed = self._part(batch), self._fixed(batch)
+        if part is None:
+            whole = partial(self._derivative, batch.inputs, *fixed)
+            return partial(self._apply, lambda tangents: whole(*tangents))
         if position < len(self._kept):
-            part, prepared = self._part(batch), self._kept[position]
+            prepared = self._kept[position]
         else:
-            part, fixed = self._part(batch), self._fixed(batch)
             prepared = part.prepare(fixed)
-            size = held_bytes(prepared, fixed)
-            if position == len(self._kept) and self.kept_bytes + size <= self._room:
+            size = held_bytes(prepared, [*fixed, *self.problem.network.constants.values()])
+            fits = self._room > 0 and self.kept_bytes + size <= self._room
+            if fits and position == len(self._kept):
                 self._kept.append(prepared)
                 self.kept_bytes += size
-        return partial(self._apply, part, prepared)
+        return partial(self._apply, partial(part.apply, prepared))
 
-    def _apply(self, part: LinearPart, prepared: Tensors, vectors: Tensor) -> Tensor:
+    def _apply(self, derivative: Callable[[list[Tensor]], Tensors], vectors: Tensor) -> Tensor:
         space = self.problem.parameters
 
         def one(vector: Tensor) -> Tensor:
             tangents = space.unflatten(vector)
-            products = part.apply(prepared, [tangents[name] for name in space.names])
+            products = derivative([tangents[name] for name in space.names])
             return space.flatten(dict(zip(space.names, products, strict=True)))
 
         if vectors.shape[0] == 1:
             return one(vectors[0])[None]
         return torch.func.vmap(one)(vectors)
 
-    def _part(self, batch: Batch) -> LinearPart:
+    def _part(self, batch: Batch) -> LinearPart | None:
+        """The linear part for chunks of this shape; None where torch cannot trace the model."""
         fixed = self._fixed(batch)
         key = tuple(tensor.shape for tensor in fixed)
         if key not in self._parts:
             # Tensors of their own: a trace tells its arguments apart by identity.
             tangents = [value.clone() for value in self.problem.network.trained.values()]
             function = partial(self._derivative, batch.inputs)
-            self._parts[key] = LinearPart(function, fixed, tangents, self.device)
+            try:
+                self._parts[key] = LinearPart(function, fixed, tangents, self.device)
+            except RuntimeError as error:
+                if ran_out(error):
+                    raise
+                self._parts[key] = None  # data-dependent operations, such as one_hot
         return self._parts[key]
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
@@ -115,10 +128,24 @@ class HessianOperator(CurvatureOperator):
         batch = Batch(map_leaves(lambda _: next(rest), like), targets)  # type: ignore[arg-type]
 
         def loss(at: dict[str, Tensor]) -> Tensor:
-            return self.problem.losses(at, batch).sum()
+            with ConstantWithoutGrad():
+                return self.problem.losses(at, batch).sum()
 
         derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
         return tuple(derivative[name] for name in names)
+
+
+class ConstantWithoutGrad(TorchFunctionMode):
+    """What a model computes under `torch.no_grad` is a constant to forward derivatives too."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and cut its result off where no gradients are recorded."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 @cache

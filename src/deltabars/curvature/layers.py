@@ -144,13 +144,18 @@ class Recorder(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
 
+    @property
+    def reached(self) -> set[str]:
+        """The names of parameters that layers were called with."""
+        return {name for call in self.calls for name in (call.weight, call.bias) if name}
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, and note what it does with the parameters."""
         kwargs = kwargs or {}
         used = {id(leaf) for leaf in tree_leaves((args, kwargs))} & self.names.keys()
-        if not used:
+        if not used or not torch.is_grad_enabled():  # nothing depends on what is done without
             return func(*args, **kwargs)
         layer = _LAYERS.get(func)
         if layer is not None:

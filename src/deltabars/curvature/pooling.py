@@ -114,19 +114,23 @@ def _mask_after_gathering(graph: Graph, node: Node) -> None:
         )
         for part in (whole, active)
     ]
+    for part in parts:
+        part.meta = dict(node.meta)
     replace(node, graph.call_function(aten.threshold_backward.default, (*parts, threshold)))
 
 
 def _bias_after_gathering(graph: Graph, node: Node) -> None:
     """A bias that is the same at all places can be added to what was gathered from them."""
     view, dim = arguments(node)[:2]
-    if not calls(view, aten.reshape.default):
+    if dim != -1 or not calls(view, aten.reshape.default) or len(view.users) > 1:
         return
     source = view.args[0]
-    if dim != -1 or len(view.args[1]) != 3 or shape_of(source)[:2] != tuple(view.args[1][:2]):
+    lines = shape_of(node)[:-1]  # (B, C), where it is a gathering from the places of each channel
+    if lines != shape_of(source)[:2] or list(view.args[1][:-1]) != list(lines):
         return
-    is_sum = calls(source, aten.add.Tensor) and len(source.users) == 1
-    for term in source.args if is_sum else (source,):
+    is_sum = calls(source, aten.add.Tensor) and not source.kwargs and len(source.users) == 1
+    terms = source.args if is_sum and source.args[0] is not source.args[1] else (source,)
+    for term in terms:
         alone = calls(term, aten.convolution.default) and len(term.users) == 1
         if not alone or term.args[2] is None:
             continue
@@ -187,7 +191,8 @@ def _gather_from_covered_part(graph: Graph, node: Node) -> None:
     covered = _covered(pooling.args[0], indices, pooling.args[1:5])
     if covered is None or covered == shape[-2:] or shape[-2:] != shape_of(pooling.args[0])[-2:]:
         return
-    terms = source.args if calls(source, aten.add.Tensor) and not source.kwargs else (source,)
+    is_sum = calls(source, aten.add.Tensor) and not source.kwargs
+    terms = source.args if is_sum else (source,)
     if not all(_is_plain_convolution(term) for term in terms):
         return
     if list(view.args[1]) != [*shape[:2], shape[2] * shape[3]] or shape_of(places)[:2] != shape[:2]:

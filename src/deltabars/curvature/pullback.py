@@ -41,12 +41,13 @@ class Pullback:
 
     Weights and biases of dense layers and of two-dimensional convolutions (without groups) are
     reached through the layers' activations; the rest example by example. Which are which is found
-    out on the first inputs, and checked there against derivatives of single examples.
+    out on the first inputs of each shape, and checked there against derivatives of single
+    examples; where a later batch uses them differently, that batch goes example by example.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._rest: tuple[str, ...] | None = None
+        self._rests: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
 
     def rows(self, inputs: Inputs, cotangents: Cotangents, out: Tensor | None = None) -> Tensor:
         """All rows (B, R, P), written to `out` where that is given."""
@@ -64,21 +65,27 @@ class Pullback:
 
     def pull(self, inputs: Inputs, cotangents: Cotangents) -> Pulled:
         """The rows in parts. Cost: R backward passes without weights."""
-        if self._rest is None:
-            self._rest = self._find_rest(inputs)
-        rest = self._rest
+        shape = tuple(leaf.shape[1:] for leaf in leaves(inputs))
+        if shape not in self._rests:
+            self._rests[shape] = self._find_rest(inputs)
+        rest = self._rests[shape]
         names = [name for name in self.network.trained if name not in rest]
-        if names:
-            pulled = self._through_layers(inputs, cotangents, names)
-        else:
+        pulled = self._through_layers(inputs, cotangents, names) if names else None
+        if pulled is None:
             outputs = self.network.outputs(dict(self.network.trained), inputs)
             pulled = Pulled(outputs, cotangents(outputs).shape[1], [], {})
+            rest = tuple(self.network.trained)
         if rest:
             pulled.loose.update(self._one_by_one(inputs, cotangents(pulled.outputs), rest))
         return pulled
 
-    def _through_layers(self, inputs: Inputs, cotangents: Cotangents, names: list[str]) -> Pulled:
+    def _through_layers(
+        self, inputs: Inputs, cotangents: Cotangents, names: list[str]
+    ) -> Pulled | None:
+        """The rows by the named parameters; None where they are not used in layers alone."""
         recorder, outputs = self._record(inputs, names)
+        if not recorder.reached.issuperset(names) or recorder.elsewhere:
+            return None
         edges = [call.edge for call in recorder.calls]
         back = cotangents(outputs.detach()).transpose(0, 1)  # (R, B, C)
         gradients = _gradients(outputs, edges, back)
@@ -126,17 +133,22 @@ class Pullback:
 
     def _find_rest(self, inputs: Inputs) -> tuple[str, ...]:
         """The parameters that cannot be reached through layers, by trying."""
-        few = map_leaves(lambda leaf: leaf[:_EXAMPLES], inputs)
+        # More than one example, repeated if need be: of one it is not seen which dimension counts.
+        some = torch.arange(_EXAMPLES, device=self.network.device) % leaves(inputs)[0].shape[0]
+        few = map_leaves(lambda leaf: leaf[some], inputs)
         names = list(self.network.trained)
         recorder, outputs = self._record(few, names)
-        reached = {name for call in recorder.calls for name in (call.weight, call.bias)}
         changed = any(call.inputs._version != call.version for call in recorder.calls)
-        good = [n for n in names if n in reached and n not in recorder.elsewhere and not changed]
-        if not good:
-            return tuple(names)
+        good = [
+            name
+            for name in names
+            if name in recorder.reached and name not in recorder.elsewhere and not changed
+        ]
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-        pulled = self._through_layers(few, lambda _: direction[:, None], good)
+        pulled = self._through_layers(few, lambda _: direction[:, None], good) if good else None
+        if pulled is None:
+            return tuple(names)
         parts = dict(pulled.loose)
         for factors in pulled.layers:
             if factors.weight is not None:

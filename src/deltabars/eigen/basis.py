@@ -60,10 +60,12 @@ class Basis:
         In place, some columns at a time: no second copy of the basis is made.
         """
         mixing = coefficients.T.to(self._device, self._dtype)
+        squares = torch.zeros(len(mixing), device=self._device, dtype=torch.float64)
         filled = self._filled()
         for start in range(0, self._width, _COLUMNS_AT_ONCE):
             columns = slice(start, start + _COLUMNS_AT_ONCE)
             mixed = mixing @ torch.cat([panel[:, columns] for panel in filled])
+            squares += mixed.square().sum(1)
             done = 0
             for panel in filled:
                 part = mixed[done : done + panel.shape[0]]
@@ -74,6 +76,11 @@ class Basis:
         while sum(panel.shape[0] for panel in self._panels[:needed]) < self.rows:
             needed += 1
         del self._panels[needed:]
+        lengths = squares.sqrt().to(self._dtype).unsqueeze(1)
+        for panel, length in zip(
+            self._filled(), lengths.split([len(rows) for rows in self._filled()]), strict=True
+        ):
+            panel /= length  # rounding would shorten the rows a little at each restart
 
     def take(self) -> Tensor:
         """The rows as one tensor; without a copy where they fill the first panel."""

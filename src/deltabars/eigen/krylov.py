@@ -38,6 +38,8 @@ from deltabars.summation import inner
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
 _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
+_ROOM_FOR_ONE = 16  # vectors
+_MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
 
 
@@ -149,7 +151,7 @@ def _solve(
     run = _Run(matrix, generator, limit, budget, room, on_step)
     pairs = run.largest(rank, block_size, smallest)
     if bool((pairs.residuals <= limit).all()):
-        pairs = run.with_missed_copies(pairs, block_size)
+        pairs = run.with_missed_copies(pairs)
     converged = int((pairs.residuals <= limit).sum())
     statistics = {
         **pairs.statistics,
@@ -205,7 +207,8 @@ class _Run:
             if basis.rows >= next_check or last or full:
                 ritz = projected.ritz()
                 least = min(least, float(ritz.values[0]))
-                converged, finished = ritz.converged(rank, smallest, self.tolerance)
+                aim = _MARGIN * self.tolerance
+                converged, finished = ritz.converged(rank, smallest, aim)
                 if finished or last:
                     return self._pairs(basis, ritz, rank, least)
                 if full:
@@ -216,7 +219,7 @@ class _Run:
             if self.on_step is not None:
                 self.on_step(self.matrix.products, converged)
 
-    def with_missed_copies(self, pairs: EigenPairs, block_size: int) -> EigenPairs:
+    def with_missed_copies(self, pairs: EigenPairs) -> EigenPairs:
         """Look outside the pairs for a larger eigenvalue than the last, and take it in.
 
         A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
@@ -225,21 +228,20 @@ class _Run:
         so what they show is there.
         """
         rank = len(pairs)
-        # A small search bears no long probe, and a block has seen as many copies as it has rows.
-        steps = min(_GUARD_PRODUCTS, 2 + rank // (16 * block_size))
+        beside = max(self.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
         while rank < self.matrix.shape[0]:
             room = self.max_products - self.matrix.products
             if room < 2:
                 return pairs
-            probe = replace(
-                self, max_products=self.matrix.products + min(steps, room), on_step=None
-            )
+            search = replace(self, max_vectors=beside)
+            limit = self.matrix.products + min(_GUARD_PRODUCTS, room)
+            probe = replace(search, max_products=limit, on_step=None)
             top = probe.largest(1, 1, locked=pairs.vectors).values[0]
             slack = 10 * self.tolerance * float(residual_scale(pairs.values)[-1])
             if float(top) <= float(pairs.values[-1]) + slack:
                 return pairs
-            missed = self.largest(1, 1, locked=pairs.vectors)
-            pairs = _merge(pairs, missed, rank)
+            missed = search.largest(1, 1, locked=pairs.vectors)
+            pairs = _insert(pairs, missed)
         return pairs
 
     def _pairs(self, basis: Basis, ritz: Ritz, rank: int, least: float) -> EigenPairs:
@@ -273,12 +275,16 @@ def _to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
     return torch.cat([torch.arange(below), torch.arange(size - above, size)])
 
 
-def _merge(pairs: EigenPairs, missed: EigenPairs, rank: int) -> EigenPairs:
-    values, order = torch.cat([pairs.values, missed.values]).sort(descending=True, stable=True)
-    keep = order[:rank]
-    return replace(
-        pairs,
-        values=values[:rank],
-        vectors=torch.cat([pairs.vectors, missed.vectors])[keep],
-        residuals=torch.cat([pairs.residuals, missed.residuals])[keep],
+def _insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
+    """The pairs with one more among them and without the last. The vectors move in place."""
+    rank = len(pairs)
+    place = int((pairs.values >= missed.values).sum())
+    for row in range(rank - 1, place, -1):
+        pairs.vectors[row] = pairs.vectors[row - 1]
+    if place < rank:
+        pairs.vectors[place] = missed.vectors[0]
+    values, residuals = (
+        torch.cat([own[:place], new, own[place:]])[:rank]
+        for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
     )
+    return replace(pairs, values=values, residuals=residuals)

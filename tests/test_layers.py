@@ -1,0 +1,282 @@
+"""Rows of derivatives through layers, against plain autograd of one example at a time.
+
+In float64 both are sums of some hundred terms of O(1): 1e-12 is rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+from deltabars.curvature.pullback import Pullback
+from deltabars.inputs import map_leaves
+from deltabars.network import Network
+from tests.architectures import ARCHITECTURES, Wired, cached_sample
+
+PRECISION = {"rtol": 0, "atol": 1e-12}
+
+
+def identity(outputs):
+    return torch.eye(outputs.shape[1], dtype=outputs.dtype).expand(len(outputs), -1, -1)
+
+
+def mixed(outputs):
+    """One row a class, and one more: R is not C."""
+    rows = identity(outputs)
+    return torch.cat([rows, outputs.unsqueeze(1) * rows.sum(1, keepdim=True)], 1)
+
+
+def single(outputs):
+    return outputs.sin().unsqueeze(1)
+
+
+def exact_rows(model, inputs, cotangents, names):
+    """Rows (B, R, P): each example through the model on its own, each row by plain autograd."""
+    weights = dict(model.requires_grad_(False).named_parameters())
+    for name in names:
+        weights[name].requires_grad_()
+    chosen = [weights[name] for name in names]
+    count = len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
+    rows = []
+    for n in range(count):
+        example = map_leaves(lambda leaf, n=n: leaf[n : n + 1], inputs)
+        outputs = model(**example) if isinstance(example, dict) else model(example)
+        for back in cotangents(outputs.detach())[0]:
+            parts = torch.autograd.grad(
+                outputs[0], chosen, back, retain_graph=True, materialize_grads=True
+            )
+            rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows).unflatten(0, (count, -1))
+
+
+def pull(pullback, inputs, cotangents=identity):
+    with pullback.network.evaluation():
+        return pullback.rows(inputs, cotangents)
+
+
+def check(model, inputs, params=None, pullback=None) -> tuple[str, ...]:
+    """Compare the rows of several kinds; the names that were taken one by one."""
+    model.eval()
+    pullback = pullback or Pullback(Network.capture(model, params))
+    names = pullback.network.parameters.names
+    for cotangents in (single, mixed):
+        exact = exact_rows(model, inputs, cotangents, names)
+        torch.testing.assert_close(pull(pullback, inputs, cotangents), exact, **PRECISION)
+        out = torch.full_like(exact, torch.nan)
+        with pullback.network.evaluation():
+            assert pullback.rows(inputs, cotangents, out) is out
+        torch.testing.assert_close(out, exact, **PRECISION)
+    return list(pullback._rests.values())[-1]
+
+
+def built(build):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build().double()
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_every_kind_of_network(kind):
+    sample = cached_sample(kind)
+    one_by_one = check(sample.model, sample.inputs)
+    others = ("batch norm", "layer norm", "embedding", "transposed", "in groups", "same", "line")
+    if not any(word in kind for word in others):
+        assert one_by_one == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one_by_one"),
+    [
+        ("batch norm", ("1.weight", "1.bias")),
+        ("layer norm", ("norm.weight", "norm.bias")),
+        ("embedding", ("table.weight", "norm.weight", "norm.bias")),
+        ("convolution in groups", ("2.weight", "2.bias")),
+        ("convolution, same", ("2.weight", "2.bias")),
+        ("convolution of a line", ("0.weight", "0.bias", "3.weight", "3.bias")),
+    ],
+)
+def test_what_is_no_layer_is_taken_one_by_one(kind, one_by_one):
+    sample = cached_sample(kind)
+    assert check(sample.model, sample.inputs) == one_by_one
+
+
+def layers(**others):
+    return {"a": nn.Linear(3, 4), "b": nn.Linear(4, 3), **others}
+
+
+def twice(net, x):
+    return net.b(net.a(net.c(net.a(x).tanh())).tanh())
+
+
+def tied_elsewhere(net, x):
+    return net.b(F.linear(net.a(x).tanh(), net.a.weight.t() * 2).tanh()[:, :1] * net.a(x))
+
+
+def doubled(net, x):
+    return net.b(F.linear(x, net.a.weight * 2, net.a.bias).tanh())
+
+
+def transposed(net, x):
+    return net.b((net.a.weight @ x.t()).t().tanh())
+
+
+def keywords(net, x):
+    x = F.linear(input=x, weight=net.a.weight, bias=net.a.bias).tanh()
+    return F.linear(x, bias=net.b.bias, weight=net.b.weight)
+
+
+def output_changed(net, x):
+    y, z = net.a(x), net.a(2 * x)
+    z[:, 0] *= 3.0
+    return net.b(y.relu_() + z)
+
+
+def without_gradient(net, x):
+    with torch.no_grad():
+        y = net.a(x).tanh()
+    return net.b(y)
+
+
+def detached(net, x):
+    return net.b(net.a(x).tanh().detach())
+
+
+def shared_by_all(net, x):
+    """A layer of what is no example's own."""
+    return net.b((net.a(x) + net.c(x.new_ones(1, 3))).tanh())
+
+
+def own_input(net, x):
+    """A weight that is its own layer's input too."""
+    return net.b((net.a(x) + F.linear(net.square, net.square).sum(0)).tanh())
+
+
+def unused(net, x):
+    net.c(x)
+    return net.b(net.a(x).tanh())
+
+
+SPECIAL = {
+    twice: (lambda: layers(c=nn.Linear(4, 3)), ()),
+    tied_elsewhere: (layers, ("a.weight",)),
+    doubled: (layers, ("a.weight",)),
+    transposed: (layers, ("a.weight", "a.bias")),
+    keywords: (layers, ()),
+    output_changed: (layers, ()),
+    without_gradient: (layers, None),
+    detached: (layers, None),  # zeros, either way
+    shared_by_all: (lambda: layers(c=nn.Linear(3, 4)), ("c.weight", "c.bias")),
+    own_input: (lambda: layers(square=nn.Parameter(torch.randn(4, 4))), ("square",)),
+    unused: (lambda: layers(c=nn.Linear(3, 4)), None),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("forward", list(SPECIAL), ids=lambda function: function.__name__)
+def test_unusual_uses_of_weights(forward, count):
+    parts, one_by_one = SPECIAL[forward]
+    model = built(lambda: Wired(forward, **parts()))
+    found = check(model, numbers(count, 3))
+    assert one_by_one is None or sorted(found) == sorted(one_by_one)
+
+
+def test_an_input_that_is_changed_after_the_call():
+    """Plain autograd has no derivative by the weight then, but one by the bias."""
+
+    def forward(net, x):
+        x = x * 1.0
+        y = net.a(x)
+        x.mul_(3.0).sub_(1.0)
+        return net.b(y.tanh()) + x
+
+    check(built(lambda: Wired(forward, **layers())), numbers(5, 3), ["a.bias"])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch's own, for weight_norm
+def test_a_reparametrised_weight():
+    model = built(lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3)))
+    rest = check(model, numbers(5, 3))
+    assert set(rest) == {
+        "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("first", [True, False], ids=["batch first", "length first"])
+def test_sequences(first, length):
+    """Also where there are as many positions as examples, so that shapes do not tell."""
+
+    def forward(net, x):
+        x = x if first else x.transpose(0, 1)
+        return net.b(net.a(x).tanh()).mean(1 if first else 0)
+
+    model = built(lambda: Wired(forward, **layers()))
+    inputs = numbers(5, length, 3)
+    for examples in (inputs, inputs[:3], inputs[:1]):
+        rest = check(model, examples)
+        assert rest == (() if first else ("a.weight", "a.bias", "b.weight", "b.bias"))
+
+
+@pytest.mark.parametrize("names", [["a.bias"], ["a.weight"], ["b.*"], ["*.weight"]], ids="".join)
+def test_parts_of_layers(names):
+    model = built(lambda: Wired(twice, **layers(c=nn.Linear(4, 3))))
+    assert check(model, numbers(5, 3), names) == ()
+
+
+def test_attention():
+    def forward(net, x):
+        return net.head(net.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = built(lambda: Wired(forward, attention=attention, head=nn.Linear(4, 3)))
+    rest = check(model, numbers(3, 5, 4))
+    assert not {"head.weight", "head.bias"} & set(rest)
+
+
+def test_mappings_of_inputs():
+    def forward(net, left, right):
+        return net.b(net.a(left).tanh() * net.c(right))
+
+    model = built(lambda: Wired(forward, **layers(c=nn.Linear(2, 4))))
+    inputs = {"left": numbers(5, 3), "right": numbers(5, 2)}
+    assert check(model, inputs) == ()
+
+
+# What was found out on the first inputs must hold for others, or be found out again.
+
+
+def by_example_and_position(net, x):
+    """All positions of all examples as one batch: with one position it is that of the examples."""
+    flat = net.a(x.flatten(0, 1)).tanh().unflatten(0, x.shape[:2])
+    return net.b(flat.mean(1))
+
+
+def sometimes_more(net, x):
+    x = x.mean(1) if x.shape[1] > 2 else net.c(x.mean(1))
+    return net.b(net.a(x).tanh())
+
+
+@pytest.mark.parametrize(
+    ("forward", "first", "then"),
+    [
+        (shared_by_all, (1, 3), (5, 3)),
+        (own_input, (4, 3), (1, 3)),
+        (by_example_and_position, (4, 1, 3), (4, 6, 3)),
+        (sometimes_more, (4, 2, 3), (4, 6, 3)),
+        (sometimes_more, (4, 6, 3), (4, 2, 3)),
+    ],
+)
+def test_other_inputs_after_the_first(forward, first, then):
+    square = nn.Parameter(torch.randn(4, 4))
+    c = nn.Linear(3, 3 if forward is sometimes_more else 4)
+    model = built(lambda: Wired(forward, **layers(c=c, square=square)))
+    pullback = Pullback(Network.capture(model))
+    for shape in (first, then, first):
+        check(model, numbers(*shape), pullback=pullback)

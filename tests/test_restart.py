@@ -1,0 +1,219 @@
+"""Solvers whose basis may not grow: restarted, they find the same pairs in less memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import deltabars
+from deltabars.eigen import block_krylov, lanczos
+from deltabars.eigen.pairs import residual_scale
+from deltabars.errors import BadValueError
+from tests.spectra import SIZE, SPECTRA, matrix_with
+
+SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov}
+
+
+def check(pairs, spectrum, rank, tolerance=1e-10):
+    """The pairs are exact, to the tolerances of unrestarted ones (see test_eigen)."""
+    values = SPECTRA[spectrum].sort(descending=True).values[:rank]
+    matrix = matrix_with(SPECTRA[spectrum])
+    scale = float(residual_scale(values).max())
+    eye = torch.eye(rank, dtype=torch.float64)
+    torch.testing.assert_close(pairs.values, values, rtol=0, atol=10 * tolerance * scale)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-12)
+    norms = (matrix @ pairs.vectors.T - pairs.vectors.T * pairs.values).norm(dim=0)
+    assert float((norms / residual_scale(pairs.values)).max()) < 10 * tolerance
+    assert float(pairs.residuals.max()) <= tolerance
+    assert bool((pairs.values.diff() <= 0).all())
+
+
+@pytest.mark.parametrize("spare", [1, 15])
+@pytest.mark.parametrize("rank", [1, 9, 20])
+@pytest.mark.parametrize("spectrum", list(SPECTRA))
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_finds_the_largest_pairs(solver, spectrum, rank, spare):
+    block = {"lanczos": 1, "block_krylov": 2}[solver]
+    pairs = SOLVERS[solver](
+        matrix_with(SPECTRA[spectrum]), rank, max_vectors=rank + 2 * block + spare
+    )
+    check(pairs, spectrum, rank)
+    if spectrum in ("spread", "indefinite", "negative"):  # no gaps: they cannot converge at once
+        assert pairs.statistics["restarts"] > 0
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 7])
+@pytest.mark.parametrize("spectrum", ["decaying", "clustered", "repeated"])
+def test_blocks_of_any_size(spectrum, block_size):
+    matrix = matrix_with(SPECTRA[spectrum])
+    pairs = block_krylov(matrix, 9, block_size=block_size, max_vectors=9 + 2 * block_size)
+    check(pairs, spectrum, 9)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_room_for_the_whole_space_needs_no_restart(solver):
+    matrix = matrix_with(SPECTRA["spread"])
+    roomy = SOLVERS[solver](matrix, 12, max_vectors=SIZE)
+    free = SOLVERS[solver](matrix, 12)
+    assert roomy.statistics["restarts"] == free.statistics["restarts"] == 0
+    assert torch.equal(roomy.vectors, free.vectors)
+    whole = SOLVERS[solver](matrix, SIZE, max_vectors=SIZE)
+    check(whole, "spread", SIZE)
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+@pytest.mark.parametrize("spectrum", ["indefinite", "negative", "spread"])
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_both_ends_of_the_spectrum(solver, spectrum, spare):
+    block = {"lanczos": 1, "block_krylov": 2}[solver]
+    exact = SPECTRA[spectrum].sort().values
+    pairs = SOLVERS[solver](
+        matrix_with(SPECTRA[spectrum]), 5, smallest=6, max_vectors=11 + 2 * block + spare
+    )
+    check(pairs, spectrum, 5)
+    assert pairs.statistics["restarts"] > 0
+    torch.testing.assert_close(pairs.smallest[:6], exact[:6], rtol=0, atol=5e-9)  # ‖A‖ up to 5
+    assert float(pairs.smallest_residuals[:6].max()) <= 1e-10
+    assert pairs.least == pytest.approx(float(exact[0]), abs=1e-9)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_float32_reaches_its_tolerance(solver):
+    matrix = matrix_with(SPECTRA["decaying"])
+    pairs = SOLVERS[solver](matrix.float(), 12, max_vectors=18)
+    exact = SPECTRA["decaying"].sort(descending=True).values[:12]
+    assert pairs.vectors.dtype == torch.float32
+    assert pairs.statistics["restarts"] > 0
+    assert float(pairs.residuals.max()) <= 1e-5
+    # The matrix itself is rounded to float32, and so are the products: ‖A‖ = 30, eps = 1.2e-7.
+    torch.testing.assert_close(pairs.values, exact, rtol=1e-5, atol=1e-5)
+    eye = torch.eye(12, dtype=torch.float64)
+    rows = pairs.vectors.double()
+    torch.testing.assert_close(rows @ rows.T, eye, rtol=0, atol=1e-6)
+    norms = (matrix @ rows.T - rows.T * pairs.values).norm(dim=0)
+    assert float((norms / residual_scale(pairs.values)).max()) < 2e-5
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_one_seed_gives_one_answer(solver):
+    matrix = matrix_with(SPECTRA["spread"])
+    first, again = (SOLVERS[solver](matrix, 6, seed=3, max_vectors=12) for _ in range(2))
+    assert torch.equal(first.vectors, again.vectors)
+    assert first.statistics == again.statistics
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: lanczos(m, 9, max_vectors=10), "from 11 on .*two blocks of 1.*got 10"),
+        (lambda m: lanczos(m, 9, smallest=4, max_vectors=14), "from 15 on .*got 14"),
+        (lambda m: block_krylov(m, 9, block_size=3, max_vectors=14), "from 15 on .*blocks of 3"),
+        (lambda m: lanczos(m, 9, max_vectors=20.5), "a whole number .*got 20.5"),
+        (lambda m: lanczos(m, 9, max_vectors=True), "a whole number .*got True"),
+    ],
+)
+def test_too_little_room_is_refused(call, message):
+    with pytest.raises(BadValueError, match=f"max_vectors: expected .*{message}"):
+        call(matrix_with(SPECTRA["spread"]))
+
+
+class Diagonal:
+    """A matrix of many columns whose products cost nothing and hold nothing."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, values, size=30_000):
+        self.shape = (size, size)
+        self.diagonal = torch.zeros(size)
+        self.diagonal[: len(values)] = values
+
+    def matmat(self, rows):
+        return rows * self.diagonal
+
+
+def peak_rows(work, width):
+    """The most rows of `width` float32 numbers that are held at a time while `work` runs."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    events = profiler.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return result, peak / (4 * width)
+
+
+VALUES = {
+    "slow": torch.linspace(1, 2, 100),
+    "repeated": torch.cat([torch.full((12,), 3.0), torch.linspace(1, 2, 100)]),
+}
+
+
+@pytest.mark.parametrize("values", list(VALUES))
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_the_basis_stays_within_its_room(solver, values):
+    """What is held, the result included, is `max_vectors` rows and a few blocks."""
+    block = {"lanczos": 1, "block_krylov": 2}[solver]
+    matrix = Diagonal(VALUES[values])
+    pairs, peak = peak_rows(
+        lambda: SOLVERS[solver](matrix, 20, max_vectors=40, tolerance=1e-4), matrix.shape[0]
+    )
+    exact = VALUES[values].sort(descending=True).values[:20].double()
+    torch.testing.assert_close(pairs.values, exact, rtol=0, atol=1e-5)
+    assert pairs.statistics["restarts"] > 0
+    assert peak >= 20
+    # Rows are added in panels of 16 (two may be begun: a second search is for missed copies); a
+    # restart mixes 4,096 columns of two times 40 rows at a time.
+    assert peak <= 40 + 2 * 16 + 4 * block + 80 * 4096 / matrix.shape[0]
+
+
+@pytest.mark.parametrize("max_vectors", [None, 40])
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_copies_are_found_among_many_columns(solver, max_vectors):
+    """A start vector sees one copy, a block two; a random one hardly sees any of the rest."""
+    matrix = Diagonal(VALUES["repeated"], 10_000)
+    for seed in range(4):
+        options = {"tolerance": 1e-4, "max_vectors": max_vectors, "seed": seed}
+        values = SOLVERS[solver](matrix, 20, **options).values
+        assert values[:12].tolist() == pytest.approx([3.0] * 12, abs=1e-4)
+        assert float(values[12]) < 2.1
+
+
+def test_hundreds_of_restarts_do_not_shorten_the_vectors():
+    """Each restart rounds the rows that it keeps; what is lost must not add up."""
+    pairs = block_krylov(Diagonal(VALUES["slow"], 2000), 20, max_vectors=24)
+    assert pairs.statistics["restarts"] > 80
+    rows = pairs.vectors.double()
+    lengths = rows.norm(dim=1)
+    # A float32 row of unit length is one to 6e-8; the angles are off by 1e-8 a restart.
+    torch.testing.assert_close(lengths, torch.ones(20, dtype=torch.float64), rtol=0, atol=3e-7)
+    eye = torch.eye(20, dtype=torch.float64)
+    torch.testing.assert_close(rows @ rows.T, eye, rtol=0, atol=2e-6)
+
+
+def test_a_fit_with_a_small_budget_gives_the_same_pairs():
+    """Everything is scarce at once: nothing is kept, and the bases are restarted."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 5)).double()
+        data = torch.randn(40, 6, dtype=torch.float64), torch.randint(0, 5, (40,))
+    options = {"l2": 0.1, "rank": 8, "solver": "krylov", "progress": False}
+    for estimator in ("hessian", "opg"):
+        with pytest.warns(deltabars.errors.OptimumWarning):
+            roomy, tight = (
+                deltabars.fit(model, data, estimator=estimator, memory_budget=budget, **options)
+                for budget in (1 << 30, 3 << 16)
+            )
+        before, after = roomy.spectra[estimator], tight.spectra[estimator]
+        few, many = (f.diagnostics[estimator]["restarts"] for f in (roomy, tight))
+        assert many > few
+        # Residuals of 1e-10: values to that; vectors to that over the gaps of some 1e-3.
+        torch.testing.assert_close(after.values, before.values, rtol=0, atol=1e-9)
+        overlap = (before.vectors @ after.vectors.T).abs()
+        eye = torch.eye(8, dtype=torch.float64)
+        torch.testing.assert_close(overlap, eye, rtol=0, atol=1e-6)
+        a, b = roomy.predict(data[0][:5]), tight.predict(data[0][:5])
+        torch.testing.assert_close(a.std, b.std, rtol=1e-8, atol=0)

@@ -1,0 +1,98 @@
+"""F reduced layer by layer, in either order of its products, against F whole by plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deltabars.curvature.layers import Factors
+from deltabars.curvature.pullback import Pullback
+from deltabars.curvature.sensitivity import sensitivities
+from deltabars.likelihoods import get_likelihood
+from deltabars.network import Network
+from tests.oracles import Oracle
+
+PRECISION = {"rtol": 0, "atol": 1e-11}  # rounding, in float64, of sums of some hundred terms
+
+
+def randn(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def network(classes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 2, 2, stride=2), nn.BatchNorm2d(2),
+            nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, classes),
+        ).double().eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("space", ["probability", "logit"])
+@pytest.mark.parametrize(
+    ("classes", "shared"),
+    [(1, 0), (2, 2), (7, 2), (8, 3), (80, 4)],  # convolutions of 16 and 4 positions, dense layers
+)
+def test_either_order_gives_the_same(classes, shared, space):
+    model = network(classes)
+    inputs = randn(3, 1, 6, 6)
+    likelihood = "bernoulli" if classes == 1 else "categorical"
+    targets = torch.zeros(3, 1) if classes == 1 else torch.zeros(3, dtype=torch.long)
+    exact = Oracle(model, inputs, targets, 0.1, likelihood=likelihood).sensitivity(inputs, space)
+    bases = {
+        name: torch.linalg.qr(randn(exact.shape[2], rank))[0].T
+        for name, rank in (("hessian", 9), ("opg", 1))
+    }
+    pullback = Pullback(Network.capture(model))
+    with pullback.network.evaluation():
+        pulled = pullback.pull(inputs, get_likelihood(likelihood).mean_jacobian)
+        outputs, found = sensitivities(
+            pullback, get_likelihood(likelihood), inputs, bases, space, with_gram=True
+        )
+    assert sum(factors.is_cheaper_shared() for factors in pulled.layers) == shared
+    assert len(pulled.layers) == 4
+    torch.testing.assert_close(outputs, model(inputs).detach(), **PRECISION)
+    torch.testing.assert_close(found.squares, exact.square().sum(-1), **PRECISION)
+    torch.testing.assert_close(found.gram, exact @ exact.mT, **PRECISION)
+    for name, basis in bases.items():
+        torch.testing.assert_close(found.projections[name], exact @ basis.T, **PRECISION)
+
+
+def test_float32_sums_are_kept_in_float64():
+    """Only the rows are rounded to float32: sums of many squares lose nothing more."""
+    model, inputs = network(8), randn(3, 1, 6, 6)
+    oracle = Oracle(model, inputs, torch.zeros(3, dtype=torch.long), 0.1)
+    exact = oracle.sensitivity(inputs, "logit")
+    basis = torch.linalg.qr(randn(exact.shape[2], 9))[0].T
+    pullback = Pullback(Network.capture(model, dtype=torch.float32))
+    with pullback.network.evaluation():
+        _, found = sensitivities(
+            pullback, get_likelihood("categorical"), inputs.float(), {"opg": basis.float()}, "logit"
+        )
+    assert found.squares.dtype == found.projections["opg"].dtype == torch.float64
+    assert found.gram is None
+    # Some units of float32's rounding (6e-8) of a forward and a backward pass.
+    scale = float(exact.norm(dim=-1).max())
+    torch.testing.assert_close(found.squares, exact.square().sum(-1), rtol=3e-6, atol=0)
+    torch.testing.assert_close(found.projections["opg"], exact @ basis.T, rtol=0, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("size", [(3, 4, 5, 2, 6), (2, 1, 3, 7, 4), (1, 6, 1, 1, 3)])
+def test_factors_are_sums_of_outer_products(size):
+    batch, count, outputs, positions, inputs = size
+    activations = randn(batch, positions, inputs)
+    signals = randn(batch, count, outputs, positions)
+    factors = Factors("w", "b", activations, signals)
+    exact = torch.einsum("brot,bti->broi", signals, activations).flatten(2)
+    torch.testing.assert_close(factors.weight_rows(), exact, **PRECISION)
+    wide = torch.full((batch, count, outputs * inputs + 2), torch.nan, dtype=torch.float64)
+    factors.weight_rows(wide[..., 1:-1])
+    torch.testing.assert_close(wide[..., 1:-1], exact, **PRECISION)
+    assert bool(wide[..., [0, -1]].isnan().all())
+    torch.testing.assert_close(factors.bias_rows(), signals.sum(-1), **PRECISION)
+    torch.testing.assert_close(factors.gram(), exact @ exact.mT, **PRECISION)
+    basis = randn(7, outputs * inputs)
+    projected = factors.project(basis.unflatten(1, (outputs, inputs)))
+    torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
