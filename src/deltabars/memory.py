@@ -143,5 +143,6 @@ def attempt(work: Callable[[], Result]) -> Result | None:
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that memory could not be had, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError)
+        and any(text in str(error) for text in ("can't allocate memory", "ALLOC_FAILED"))
     )

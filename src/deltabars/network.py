@@ -127,6 +127,8 @@ class Network:
         trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
+        for weight in [*trained.values(), *self.constants.values()]:
+            sizes.pop(weight.untyped_storage().data_ptr(), None)
         return sum(sizes.values()) + outputs.nbytes
 
     def check_last_layer(self, examples: Inputs) -> None:
@@ -175,7 +177,7 @@ def model_errors() -> Iterator[None]:
             raise
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
-            "torch.func can differentiate (no in-place changes of buffers, no branches on values); "
+            "torch can differentiate (no in-place changes of buffers, no branches on values); "
             f"torch says: {str(error).splitlines()[0]}"
         ) from error
 

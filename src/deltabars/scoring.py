@@ -100,13 +100,15 @@ class Scorer:
     def _choose_chunk_size(self, batch: Batch) -> int:
         """Inputs at a time: activations, the largest layer's part of F, and F·Q must fit."""
         few = batch.rows(slice(0, _PROBE))
-        with self._network.evaluation(), model_errors():
-            outputs = self._network.outputs(dict(self._network.trained), few.inputs)
-            activations = self._network.activation_bytes(few.inputs) // len(few)
-        largest = max(self._network.parameters.sizes) * self._network.dtype.itemsize
         columns = sum(basis.shape[0] for basis in self.bases.values())
+        with self._network.evaluation(), model_errors():
+            pulled = self.pullback.pull(few.inputs, self.likelihood.mean_jacobian)
+            activations = self._network.activation_bytes(few.inputs) // len(few)
+        layers = [factors.numbers_per_input(columns) for factors in pulled.layers]
+        loose = sum(rows.shape[1] * rows.shape[2] for rows in pulled.loose.values())
+        numbers = (2 * max(layers, default=0) + loose) * self._network.dtype.itemsize
         projected = _COPIES * columns * torch.float64.itemsize
-        per_input = outputs.shape[1] * (2 * activations + 2 * largest + projected)
+        per_input = pulled.count * (2 * activations + projected) + numbers
         budget = resolve_budget(self.memory_budget, self._network.device)
         return chunk_within(budget, per_input, _LARGEST_CHUNK, self._network.device)
 

@@ -20,6 +20,9 @@ from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem
 
 _MOST_TOGETHER = 16  # vectors
+_MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
+# What torch and the rewriting raise on graphs that they do not know.
+_UNTRACEABLE = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
 _SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
 _SMALL_ELSEWHERE = 1 << 29
 
@@ -105,12 +108,14 @@ class HessianOperator(CurvatureOperator):
             # Tensors of their own: a trace tells its arguments apart by identity.
             tangents = [value.clone() for value in self.problem.network.trained.values()]
             function = partial(self._derivative, batch.inputs)
-            try:
-                self._parts[key] = LinearPart(function, fixed, tangents, self.device)
-            except RuntimeError as error:
-                if ran_out(error):
-                    raise
-                self._parts[key] = None  # data-dependent operations, such as one_hot
+            self._parts[key] = None
+            if len(self._parts) <= _MOST_SHAPES:
+                try:
+                    self._parts[key] = LinearPart(function, fixed, tangents, self.device)
+                except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
+                    if ran_out(error):
+                        del self._parts[key]
+                        raise
         return self._parts[key]
 
     def _fixed(self, batch: Batch) -> list[Tensor]:

@@ -120,6 +120,13 @@ class Factors:
             parts.append((self.signals[..., t] @ shared.permute(1, 2, 0)).double())  # (B, R, K)
         return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
 
+    def numbers_per_input(self, columns: int) -> int:
+        """How many numbers the rows, or what `project` takes in their place, are for one input."""
+        _, count, outputs, positions = self.signals.shape
+        inputs = self.activations.shape[2]
+        ends = positions * (inputs + count * outputs)
+        return ends + (columns * outputs if self.is_cheaper_shared() else count * outputs * inputs)
+
     def is_cheaper_shared(self) -> bool:
         """Whether `project` takes well fewer operations than forming the rows first."""
         return 2 * self.signals.shape[3] <= self.signals.shape[1]
@@ -169,14 +176,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _fits(self, inputs: Tensor, weight: Tensor, window: Window | str | None) -> bool:
-        dims = {2} if window is None else {4}
-        return (
-            window != _UNUSUAL
-            and inputs.ndim >= 2
-            and inputs.shape[0] == self.batch_size
-            and weight.ndim in dims
-            and (window is None or inputs.ndim == 4)
-        )
+        if window == _UNUSUAL or inputs.ndim < 2 or inputs.shape[0] != self.batch_size:
+            return False
+        return weight.ndim == 2 if window is None else weight.ndim == inputs.ndim == 4
 
     def _call(
         self,
@@ -189,6 +191,10 @@ class Recorder(TorchFunctionMode):
         if not inputs.requires_grad:  # so that the output has a place in the graph
             inputs = inputs.detach().requires_grad_()
         output = function(inputs)
+        if output.dtype != inputs.dtype:  # autocast, whose casts are part of the derivative
+            used = {id(weight), id(bias)} & self.names.keys()
+            self.elsewhere |= {self.names[key] for key in used}
+            return output
         found = self.names.get
         names = found(id(weight)), None if bias is None else found(id(bias))
         seen = inputs.detach()

@@ -10,6 +10,7 @@ of examples (`prepare`); what does is all that is left of a product (`apply`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from deltabars.curvature.graphs import kind
 from deltabars.curvature.rewriting import rewrite
 
 Tensors = tuple[Tensor, ...]
@@ -25,13 +27,17 @@ Tensors = tuple[Tensor, ...]
 class LinearPart:
     """A function(*fixed, *tangents) -> tensors, linear in the tangents, cut in two.
 
-    The graph holds for arguments of the shapes that it was traced with, whatever their values.
+    The graph holds for arguments of the shapes that it was traced with, whatever their values;
+    functions of which that is not true are refused.
 
     Args:
         function: of tensors alone; without branches on their values.
         fixed: example arguments that stay the same from product to product.
         tangents: example arguments that change.
         device: what the graph is rewritten for.
+
+    Raises:
+        RuntimeError: torch cannot trace the function, or shapes in it depend on values.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class LinearPart:
         device: torch.device,
     ) -> None:
         traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
+        _check_shapes_are_fixed(traced.graph)
         rewrite(traced.graph, device)
         self._before, self._after = _cut(traced, len(fixed))
 
@@ -54,6 +61,23 @@ class LinearPart:
         """The function at the tangents, for the prepared rest."""
         result: Tensors = self._after(*prepared, *tangents)
         return result
+
+
+def _check_shapes_are_fixed(graph: Graph) -> None:
+    """Refuse a graph with operations whose results have shapes or places that depend on values."""
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        dynamic = torch.Tag.dynamic_output_shape in target.tags
+        if target == torch.ops.aten.index.Tensor:  # dynamic with masks alone
+            places: Any = node.args[1]
+            dynamic = any(
+                place is not None and kind(place)[1] in (torch.bool, torch.uint8)
+                for place in places
+            )
+        if dynamic or "as_strided" in str(target):
+            raise RuntimeError(f"{target} cannot be applied to other values.")
 
 
 def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:

@@ -24,12 +24,8 @@ aten = torch.ops.aten
 Pair = tuple[int, int]
 
 _COVERED = "covered"  # what is known of an unpooled tensor: the part that windows cover
-_DEFAULTS: tuple[list[int], ...] = (
-    [],
-    [],
-    [0, 0],
-    [1, 1],
-)  # kernel, stride (the kernel's), padding, dilation
+# The kernel, the stride (empty: the kernel's), the padding and the dilation of a pooling.
+_DEFAULTS: tuple[list[int], ...] = ([], [], [0, 0], [1, 1])
 
 
 def rewrite_poolings(graph: Graph) -> None:
@@ -71,6 +67,8 @@ def upper_left(whole: Tensor, size: Pair) -> Tensor:
 def _covered(source: Node, indices: Node, window: Sequence[Any]) -> Pair | None:
     """The part of a pooling's source that its windows cover; None where they overlap."""
     kernel, stride, padding, dilation = (*window, *_DEFAULTS[len(window) :])[:4]
+    if len(shape_of(source)) != 4 or len(kernel) != 2:
+        return None
     if list(stride or kernel) != list(kernel) or any(padding) or any(d != 1 for d in dilation):
         return None
     sizes = zip(shape_of(source)[-2:], kernel, shape_of(indices)[-2:], strict=True)

@@ -125,6 +125,8 @@ class Pullback:
                 return self.network.one_output({**trained, **at}, example)
 
             pull = torch.func.vjp(output, chosen)[1]
+            if len(rows) == 1:  # one vmap less, which some operations do not bear twice
+                return {name: part[None] for name, part in pull(rows[0])[0].items()}
             derivatives: dict[str, Tensor] = torch.func.vmap(pull)(rows)[0]
             return derivatives
 
@@ -144,6 +146,8 @@ class Pullback:
             for name in names
             if name in recorder.reached and name not in recorder.elsewhere and not changed
         ]
+        mixed = self._mixed(inputs, good) if good else set()
+        good = [name for name in good if name not in mixed]
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(outputs.shape, generator=generator).to(outputs)
         pulled = self._through_layers(few, lambda _: direction[:, None], good) if good else None
@@ -155,6 +159,27 @@ class Pullback:
                 parts[factors.weight] = factors.weight_rows()
         right = self._agreeing(few, direction, parts)
         return tuple(name for name in names if name not in right)
+
+    def _mixed(self, inputs: Inputs, names: list[str]) -> set[str]:
+        """The names of layers that see the examples in another order, or together.
+
+        Outputs of one half of the examples send no signals to the other half of a layer's output.
+        """
+        recorder, outputs = self._record(inputs, names)
+        if not recorder.calls:
+            return set()
+        generator = torch.Generator().manual_seed(1)
+        half = torch.rand(len(outputs), generator=generator).to(outputs.device) < 0.5
+        back = (half[:, None] * torch.ones_like(outputs))[None]
+        found = set()
+        for call, gradient in zip(
+            recorder.calls,
+            _gradients(outputs, [call.edge for call in recorder.calls], back),
+            strict=True,
+        ):
+            if gradient is not None and bool(gradient[0][~half].any()):
+                found |= {name for name in (call.weight, call.bias) if name}
+        return found
 
     def _agreeing(self, few: Inputs, direction: Tensor, parts: dict[str, Tensor]) -> set[str]:
         """The names whose rows (B, 1, ·) are the derivatives of single examples."""

@@ -82,6 +82,9 @@ def _leave_out_names(graph: Graph) -> None:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target == aten.copy.default and kind(node.args[1]) == kind(node):
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
 

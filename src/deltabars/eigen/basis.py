@@ -64,12 +64,12 @@ class Basis:
         filled = self._filled()
         for start in range(0, self._width, _COLUMNS_AT_ONCE):
             columns = slice(start, start + _COLUMNS_AT_ONCE)
-            mixed = mixing @ torch.cat([panel[:, columns] for panel in filled])
+            mixed = inner(mixing, torch.cat([panel[:, columns] for panel in filled]).T)
             squares += mixed.square().sum(1)
             done = 0
             for panel in filled:
                 part = mixed[done : done + panel.shape[0]]
-                panel[: part.shape[0], columns] = part
+                panel[: part.shape[0], columns] = part.to(self._dtype)
                 done += part.shape[0]
         self.rows = coefficients.shape[1]
         needed = 0

@@ -39,7 +39,7 @@ OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
 _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
 _ROOM_FOR_ONE = 16  # vectors
-_MARGIN = 0.5  # of the tolerance: rounding in the products does not show in the recurrence
+_MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
 
 
