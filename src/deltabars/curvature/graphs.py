@@ -24,7 +24,7 @@ def replace(node: Node, new: Node) -> None:
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """The positional arguments of a call."""
+    """The positional arguments of a call, free of the union of types that fx gives them."""
     return node.args
 
 

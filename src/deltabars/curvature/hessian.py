@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
-from deltabars.inputs import leaves, map_leaves
+from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem
 
@@ -122,7 +122,7 @@ class HessianOperator(CurvatureOperator):
         assert batch.targets is not None
         return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
 
-    def _derivative(self, like: object, *arguments: Tensor) -> Tensors:
+    def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
         """∂(gradient of a chunk's loss) along tangents; arguments: ω̂, inputs, targets, tangents."""
         names = self.problem.parameters.names
         count = len(names)
@@ -130,7 +130,7 @@ class HessianOperator(CurvatureOperator):
         tangents = dict(zip(names, arguments[-count:], strict=True))
         *parts, targets = arguments[count:-count]
         rest = iter(parts)
-        batch = Batch(map_leaves(lambda _: next(rest), like), targets)  # type: ignore[arg-type]
+        batch = Batch(map_leaves(lambda _: next(rest), like), targets)
 
         def loss(at: dict[str, Tensor]) -> Tensor:
             with ConstantWithoutGrad():

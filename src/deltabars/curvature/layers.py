@@ -58,7 +58,7 @@ class Call:
     window: Window | None
 
     def factors(self, gradients: Tensor) -> Factors:
-        """A and δ of this call, from the gradients (R, B, …) by its output."""
+        """The factors a and δ of this call, from the gradients (R, B, …) by its output."""
         if self.window is None:
             activations = self.inputs.reshape(self.inputs.shape[0], -1, self.inputs.shape[-1])
             signals = gradients.flatten(2, -2).mT if gradients.ndim > 3 else gradients[..., None]
