@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from deltabars import Problem
 from deltabars.curvature import HessianOperator
-from deltabars.curvature.linear_part import LinearPart
-from deltabars.curvature.patches import patches
-from deltabars.curvature.rewriting import (
+from deltabars.curvature.convolutions import (
     input_gradient,
     small_weight_gradient,
     weight_gradient,
 )
+from deltabars.curvature.linear_part import LinearPart
+from deltabars.curvature.patches import patches
 from tests.architectures import ARCHITECTURES, COUNT, L2, Architecture, Wired, sample_of
 
 aten = torch.ops.aten

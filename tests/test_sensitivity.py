@@ -94,5 +94,6 @@ def test_factors_are_sums_of_outer_products(size):
     torch.testing.assert_close(factors.bias_rows(), signals.sum(-1), **PRECISION)
     torch.testing.assert_close(factors.gram(), exact @ exact.mT, **PRECISION)
     basis = randn(7, outputs * inputs)
-    projected = factors.project(basis.unflatten(1, (outputs, inputs)))
+    projected = torch.zeros(*factors.signals.shape[:2], len(basis), dtype=torch.float64)
+    factors.add_projection(basis.unflatten(1, (outputs, inputs)), projected)
     torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)

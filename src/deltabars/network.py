@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +107,25 @@ class Network:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
-    def gradient(self, inputs: Inputs, total: Callable[[Tensor], Tensor]) -> Tensor:
-        """The gradient (P,) of a number that the outputs (B, C) give, at the trained point."""
+    def gradient(
+        self,
+        inputs: Inputs,
+        total: Callable[[Tensor], Tensor],
+        during: Callable[[Mapping[str, Tensor]], AbstractContextManager[Any]] | None = None,
+    ) -> Tensor:
+        """The gradient (P,) of a number that the outputs (B, C) give, at the trained point.
+
+        Args:
+            inputs: of the network.
+            total: from the outputs to the number.
+            during: gives, for the parameters, a context that the number is computed in.
+        """
         trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), during(trained) if during else nullcontext():
             number = total(self.outputs(trained, inputs))
             if not number.requires_grad:
                 return torch.zeros_like(self.point)
+        with torch.enable_grad():
             parts = torch.autograd.grad(number, list(trained.values()), materialize_grads=True)
         return self.parameters.flatten(dict(zip(trained, parts, strict=True)))
 
@@ -165,6 +178,11 @@ class Network:
                 module.training = True
             for module, name, hooks in hooked:
                 setattr(module, name, hooks)
+
+
+def weighted_sum(outputs: Tensor) -> Tensor:
+    """A number that each output (B, C) has another part in."""
+    return (outputs * torch.arange(1, outputs.shape[1] + 1, device=outputs.device)).sum()
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from deltabars.data import TrainingData
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
 from deltabars.likelihoods import Likelihood, get_likelihood
 from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
-from deltabars.network import Network, model_errors
+from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
+from deltabars.units import Units
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
@@ -46,6 +47,11 @@ class Problem:
             budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
             the same, half as many are tried, with a warning.
         on_progress: called with the examples done and what is being done with them.
+
+    Attributes:
+        units: which units of the network any example switches on.
+        reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
+            where it is all of them, as far as is known.
 
     Raises:
         ModelError, DataError, BadValueError: with what was expected, found, and to be done.
@@ -86,7 +92,9 @@ class Problem:
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
+            self.units = Units(self.network)
             self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
+            self.reached = self.units.reached(first.inputs)
 
     @property
     def parameters(self) -> ParameterSpace:
@@ -201,11 +209,7 @@ class Problem:
 
     def _check_dependence(self, batch: Batch) -> None:
         """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
-
-        def total(outputs: Tensor) -> Tensor:
-            return (outputs * torch.arange(1, outputs.shape[1] + 1, device=self.device)).sum()
-
-        if not bool(self.network.gradient(batch.inputs, total).any()):
+        if not bool(self.network.gradient(batch.inputs, weighted_sum).any()):
             raise ModelError(
                 "Model output: expected one that depends on the selected parameters, got "
                 "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
@@ -256,7 +260,8 @@ class Problem:
             losses = self.likelihood.loss(outputs, batch.targets)
             return losses.sum()
 
-        gradient = self.network.gradient(batch.inputs, total)
+        watch = self.units.watch(batch.inputs)
+        gradient = self.network.gradient(batch.inputs, total, lambda trained: watch)
         return losses.detach(), gradient
 
 

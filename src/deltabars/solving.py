@@ -11,7 +11,7 @@ from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.krylov import default_block_size
-from deltabars.eigen.pairs import audit, is_whole
+from deltabars.eigen.pairs import audit, embed, is_whole
 from deltabars.errors import BadValueError
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
@@ -119,13 +119,33 @@ def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> 
         return eigen.dense(operator, rank, on_step=report)
     if kind == "arpack":
         return eigen.arpack(operator, rank, on_step=report, **common)
+    matrix: CurvatureOperator | _Reached = operator
+    places = operator.reached
+    if places is not None and rank + options.smallest <= len(places):
+        matrix = _Reached(operator, len(places))
     if kind == "incremental" and isinstance(operator, RowOperator):
-        return eigen.incremental_svd(operator, rank, on_step=report)
-    if isinstance(operator, HessianOperator):
+        pairs = eigen.incremental_svd(matrix, rank, on_step=report)
+    elif isinstance(operator, HessianOperator):
         common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1)
-        return eigen.lanczos(operator, rank, smallest=options.smallest, on_step=report, **common)
-    common["max_vectors"] = _vectors_within(operator, rank, default_block_size(rank))
-    return eigen.block_krylov(operator, rank, on_step=report, **common)
+        pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, on_step=report, **common)
+    else:
+        common["max_vectors"] = _vectors_within(operator, rank, default_block_size(rank))
+        pairs = eigen.block_krylov(matrix, rank, on_step=report, **common)
+    if places is None or matrix is operator:
+        return pairs
+    return embed(pairs, places, size, operator.problem.l2)
+
+
+class _Reached:
+    """A curvature matrix among the parameters that the examples reach: what solvers work on."""
+
+    def __init__(self, operator: CurvatureOperator, size: int) -> None:
+        self.shape = (size, size)
+        self.device, self.dtype = operator.device, operator.dtype
+        self.matmat = operator.reached_matmat
+        if isinstance(operator, RowOperator):
+            self.row_blocks = operator.reached_row_blocks
+            self.row_scale, self.row_shift = operator.row_scale, operator.row_shift
 
 
 def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) -> int:
@@ -135,6 +155,7 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     of the memory budget.
     """
     usual = max(int(_USUAL_GROWTH * pairs) - 4 * block_size, pairs + _LEAST_GROWTH)
-    row = operator.shape[1] * operator.dtype.itemsize
+    columns = operator.shape[1] if operator.reached is None else len(operator.reached)
+    row = columns * operator.dtype.itemsize
     fitting = share(operator.problem.memory_budget, BASIS) // row - 2 * block_size
     return max(min(usual, fitting), pairs + 2 * block_size)

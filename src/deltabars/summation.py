@@ -18,9 +18,19 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """The products a bᵀ of rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
     if a.dtype == torch.float64:
         return a @ b.mT
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    total = a.new_zeros(*shape, a.shape[-2], b.shape[-2], dtype=torch.float64)
+    return add_inner(total, a, b)
+
+
+def add_inner(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add the same products to a total in float64, in place."""
+    if a.dtype == torch.float64:
+        return total.add_(a @ b.mT)
     whole = a.shape[-1] // _STRETCH
-    last = slice(whole * _STRETCH, None)
-    total = (a[..., last] @ b[..., last].mT).double()
+    rest = slice(whole * _STRETCH, None)
+    if whole * _STRETCH < a.shape[-1]:
+        total += a[..., rest] @ b[..., rest].mT
     pieces_a, pieces_b = _stretches(a, whole), _stretches(b, whole)
     together = max(1, _AT_ONCE // max(1, total.numel()))
     for start in range(0, whole, together):

@@ -119,11 +119,14 @@ class InverseCovariance(Covariance):
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
         inside = projections[self.name][..., : self.tail.rank]  # (B, C, K)
-        outside = self.tail.left_over(squares, inside.square().sum(-1))  # ‖f⊥‖²
-        head = (inside.square() / self.values).sum(-1)
-        c = self._c
         slack = self.tail.slack
-        low = (inside.square() / (self.values + slack)).sum(-1)
+        # Three sums over the same squares: ‖Qᵀf‖², and those of the head and of its lower bound.
+        weights = torch.stack(
+            [torch.ones_like(self.values), 1 / self.values, 1 / (self.values + slack)], dim=1
+        )
+        length, head, low = (inside.square() @ weights).unbind(-1)
+        outside = self.tail.left_over(squares, length)  # ‖f⊥‖²
+        c = self._c
         low = low + outside / (self.tail.ceiling + slack)
         high = head + outside / self.tail.floor
         covariance = None

@@ -40,15 +40,41 @@ class CurvatureOperator(ABC):
         """The type of the products."""
         return self.problem.dtype
 
+    @property
+    def reached(self) -> Tensor | None:
+        """The places (P',) of the parameters that the examples reach; None for all of them.
+
+        In the rows and columns of the others the matrix is λI.
+        """
+        return self.problem.reached
+
     def matmat(self, vectors: Tensor) -> Tensor:
         """Products of the matrix with each row of `vectors`: (b, P) -> (b, P).
 
         Cost: one pass over the data.
         """
         self._check_vectors(vectors)
+        total = self._put_back(self._mean(self._pick(vectors)))
+        return total.add_(vectors, alpha=self.problem.l2)
+
+    def reached_matmat(self, vectors: Tensor) -> Tensor:
+        """The same among the parameters that are reached: (b, P') -> (b, P')."""
+        return self._mean(vectors).add_(vectors, alpha=self.problem.l2)
+
+    def _mean(self, vectors: Tensor) -> Tensor:
         with self.problem.network.evaluation(), model_errors():
-            total = self._data_sum(vectors)
-        return total.div_(self.problem.num_examples).add_(vectors, alpha=self.problem.l2)
+            return self._data_sum(vectors).div_(self.problem.num_examples)
+
+    def _pick(self, whole: Tensor) -> Tensor:
+        """The columns of (b, P) that are reached: (b, P')."""
+        return whole if self.reached is None else whole.index_select(1, self.reached)
+
+    def _put_back(self, part: Tensor) -> Tensor:
+        """Columns (b, P') in their places among zeros: (b, P)."""
+        if self.reached is None:
+            return part
+        whole = part.new_zeros(part.shape[0], self.shape[1])
+        return whole.index_copy_(1, self.reached, part)
 
     def to_dense(self) -> Tensor:
         """The matrix itself, (P, P). Cost: P products."""
@@ -79,7 +105,7 @@ class CurvatureOperator(ABC):
 
     @abstractmethod
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        """Σₙ Aₙ v for each row v of `vectors`: the data part, without 1/N and λ."""
+        """Σₙ Aₙ v for each row v of `vectors` (b, P'): the data part, without 1/N and λ."""
 
     def _check_vectors(self, vectors: Tensor) -> None:
         if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
@@ -97,7 +123,8 @@ class CurvatureOperator(ABC):
 class RowOperator(CurvatureOperator):
     """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
 
-    The rows are kept where they fit the memory budget, and otherwise computed again on each pass.
+    The rows are kept where they fit the memory budget, and otherwise computed again on each pass;
+    without the columns of parameters that are not reached, which are zero.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -129,7 +156,10 @@ class RowOperator(CurvatureOperator):
     @property
     def keeps_rows(self) -> bool:
         """Whether all of R fits the part of the memory budget that it may take."""
-        return self.num_rows * self._bytes_per_row <= share(self.problem.memory_budget, KEPT)
+        columns = self._bytes_per_row
+        if self.reached is not None:
+            columns = len(self.reached) * self.dtype.itemsize
+        return self.num_rows * columns <= share(self.problem.memory_budget, KEPT)
 
     @property
     def kept_bytes(self) -> int:
@@ -142,6 +172,11 @@ class RowOperator(CurvatureOperator):
         Raises:
             ModelError: per-example derivatives cannot be had, or are not finite.
         """
+        for block in self.reached_row_blocks():
+            yield self._put_back(block)
+
+    def reached_row_blocks(self) -> Iterator[Tensor]:
+        """R in blocks (n, P'), without the columns that are zero."""
         kept = self._kept_rows()
         if kept is not None:
             yield from kept.split(self._chunk_size.value * self._rows_per_example)
@@ -154,8 +189,8 @@ class RowOperator(CurvatureOperator):
         return self._kept
 
     def _all_rows(self) -> Tensor | None:
-        """R whole, (rows, P), or None where there is no memory for it after all."""
-        size = (self.num_rows, self.problem.num_parameters)
+        """R whole, (rows, P'), or None where there is no memory for it after all."""
+        size = (self.num_rows, self.shape[1] if self.reached is None else len(self.reached))
         whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if whole is not None:
             for _ in self._computed_blocks(whole):
@@ -163,16 +198,18 @@ class RowOperator(CurvatureOperator):
         return whole
 
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
-        """R in blocks, written to `whole` where that is given."""
+        """R in blocks (n, P'), written to `whole` where that is given."""
         done = 0
 
         def compute(batch: Batch) -> Tensor:
-            count = len(batch) * self._rows_per_example
-            out = None if whole is None else whole[done : done + count]
+            shape = (len(batch), self._rows_per_example, -1)
+            out = None if whole is None else whole[done : done + shape[0] * shape[1]]
+            direct = None if out is None or self.reached is not None else out.view(shape)
             with self.problem.network.evaluation(), model_errors():
-                shape = (len(batch), self._rows_per_example, -1)
-                rows = self._rows(batch, None if out is None else out.view(shape))
-            return rows.flatten(0, 1)
+                rows = self._rows(batch, direct).flatten(0, 1)
+            if self.reached is None:
+                return rows
+            return torch.index_select(rows, 1, self.reached, out=out)
 
         for block in self._chunk_size.each(self.problem.chunks(self._chunk_size.value), compute):
             if not bool(block.sum().isfinite()):  # as quick as it can be: one NaN is enough

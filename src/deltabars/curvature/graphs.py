@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,3 +42,12 @@ def kind(node: Node) -> tuple[tuple[int, ...], torch.dtype]:
 def shape_of(node: Node) -> tuple[int, ...]:
     """The shape of a node's result."""
     return kind(node)[0]
+
+
+def dependent(graph: Graph, on: Iterable[Node]) -> set[Node]:
+    """Some arguments of a graph, and every call that depends on them."""
+    varying = set(on)
+    for node in graph.nodes:
+        if node.op == "call_function" and not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    return varying

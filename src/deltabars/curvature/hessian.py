@@ -42,17 +42,19 @@ class HessianOperator(CurvatureOperator):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         _load_forward_derivatives()
-        self._chunk_size = problem.chunk_size.at_most(problem.chunk_size.value)
+        even = _even_chunk(problem.num_examples, problem.chunk_size.value)
+        self._chunk_size = problem.chunk_size.at_most(even)
         self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
+        whole = self._put_back(vectors)
         while True:
-            total = attempt(partial(self._pass, vectors))
+            total = attempt(partial(self._pass, whole))
             if total is not None:
-                return total
+                return self._pick(total)
             self._kept, self._parts = [], {}
             self.kept_bytes, self._room = 0, self._room // 2
             self._chunk_size.halve(min(self._chunk_size.value, self.problem.num_examples))
@@ -133,11 +135,21 @@ class HessianOperator(CurvatureOperator):
         batch = Batch(map_leaves(lambda _: next(rest), like), targets)
 
         def loss(at: dict[str, Tensor]) -> Tensor:
-            with ConstantWithoutGrad():
+            with ConstantWithoutGrad(), self.problem.units.compact(batch.inputs):
                 return self.problem.losses(at, batch).sum()
 
         derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
         return tuple(derivative[name] for name in names)
+
+
+def _even_chunk(count: int, most: int) -> int:
+    """A number of at most `most` that divides the examples evenly, if one of its size does.
+
+    Chunks of one shape need one trace.
+    """
+    fewest = -(-count // most)
+    even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
+    return next(even, most)
 
 
 class ConstantWithoutGrad(TorchFunctionMode):

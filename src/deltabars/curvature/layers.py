@@ -12,7 +12,7 @@ nothing is computed example by example, and no outer product is formed before it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +86,21 @@ class Factors:
     activations: Tensor
     signals: Tensor
 
+    def without_zeros(self) -> tuple[Factors, Tensor, Tensor]:
+        """The factors without outputs and inputs that are zero throughout.
+
+        Returns:
+            the factors, and the places (O',) and (I',) of the outputs and inputs that they hold.
+        """
+        rows = self.signals.transpose(0, 2).flatten(1).any(1).nonzero().squeeze(1)
+        columns = self.activations.flatten(0, 1).any(0).nonzero().squeeze(1)
+        activations, signals = self.activations, self.signals
+        if len(columns) < activations.shape[2]:
+            activations = activations.index_select(2, columns)
+        if len(rows) < signals.shape[2]:
+            signals = signals.index_select(2, rows)
+        return replace(self, activations=activations, signals=signals), rows, columns
+
     def weight_rows(self, out: Tensor | None = None) -> Tensor:
         """Σ_t δ_t a_tᵀ, (B, R, O·I), in `out` where that is given. Cost: T·O·I operations a row."""
         batch, count, outputs, _ = self.signals.shape
@@ -108,27 +123,27 @@ class Factors:
         weighted = signals @ between.unsqueeze(1)  # (B, R, O, T)
         return weighted.flatten(2) @ signals.flatten(2).mT
 
-    def project(self, basis: Tensor) -> Tensor:
-        """The products of the weight's rows with a basis (K, O, I), (B, R, K), float64.
+    def add_projection(self, basis: Tensor, total: Tensor) -> None:
+        """Add the products of the weight's rows with a basis (K, O, I) to (B, R, K), float64.
 
         The activations, which all R rows share, are contracted with the basis first: T·K·O·I
         operations for all rows together.
         """
-        parts = []
+        count, outputs, inputs = basis.shape
+        columns = basis.permute(2, 0, 1).reshape(inputs, -1)  # (I, K·O)
         for t in range(self.signals.shape[3]):
-            shared = self.activations[:, t] @ basis.mT  # (K, B, O)
-            parts.append((self.signals[..., t] @ shared.permute(1, 2, 0)).double())  # (B, R, K)
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+            shared = (self.activations[:, t] @ columns).unflatten(1, (count, outputs))  # (B, K, O)
+            total += self.signals[..., t] @ shared.mT  # (B, R, K)
 
     def numbers_per_input(self, columns: int) -> int:
-        """How many numbers the rows, or what `project` takes in their place, are for one input."""
+        """How many numbers the rows, or what takes their place, are for one input."""
         _, count, outputs, positions = self.signals.shape
         inputs = self.activations.shape[2]
         ends = positions * (inputs + count * outputs)
         return ends + (columns * outputs if self.is_cheaper_shared() else count * outputs * inputs)
 
     def is_cheaper_shared(self) -> bool:
-        """Whether `project` takes well fewer operations than forming the rows first."""
+        """Whether `add_projection` takes well fewer operations than forming the rows first."""
         return 2 * self.signals.shape[3] <= self.signals.shape[1]
 
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from deltabars.curvature.graphs import kind
+from deltabars.curvature.graphs import dependent, kind
 from deltabars.curvature.rewriting import rewrite
 
 Tensors = tuple[Tensor, ...]
@@ -49,7 +49,8 @@ class LinearPart:
     ) -> None:
         traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
         _check_shapes_are_fixed(traced.graph)
-        rewrite(traced.graph, device)
+        changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
+        rewrite(traced.graph, changing, device)
         self._before, self._after = _cut(traced, len(fixed))
 
     def prepare(self, fixed: Sequence[Tensor]) -> Tensors:
@@ -94,10 +95,7 @@ def _cut(traced: GraphModule, num_fixed: int) -> tuple[GraphModule, GraphModule]
     nodes = list(traced.graph.nodes)
     arguments = [node for node in nodes if node.op == "placeholder"]
     (output,) = (node for node in nodes if node.op == "output")
-    varying = set(arguments[num_fixed:])
-    for node in nodes:
-        if node.op == "call_function" and not varying.isdisjoint(node.all_input_nodes):
-            varying.add(node)
+    varying = dependent(traced.graph, arguments[num_fixed:])
     later = [node for node in nodes if node in varying and node.op == "call_function"]
     users = [*later, output]
     needed = list(

@@ -2,23 +2,19 @@
 
 * Zeros that automatic differentiation adds are left out.
 * Around a pooling, what can be done to the pooled tensor is (see `pooling`).
-* On a GPU the gradients of a convolution are taken as a convolution with the flipped weights and
-  as matrix products with the patches: in float32 cuDNN's own ways are several times slower there,
-  and its transforms cost digits.
+* Convolutions take the forms that the device is fastest at (see `convolutions`).
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from deltabars.curvature.graphs import arguments, each, kind, replace, shape_of
-from deltabars.curvature.patches import patches
+from deltabars.curvature.convolutions import rewrite_convolutions
+from deltabars.curvature.graphs import kind
 from deltabars.curvature.pooling import rewrite_poolings
 
 aten = torch.ops.aten
@@ -40,40 +36,17 @@ _SAME = {aten.alias.default, aten.detach.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def rewrite(graph: Graph, device: torch.device) -> None:
-    """Rewrite a graph in place, for the device that it will run on."""
+def rewrite(graph: Graph, tangents: Sequence[Node], device: torch.device) -> None:
+    """Rewrite a graph in place, for the device that it will run on.
+
+    The tangents are the arguments that change from call to call.
+    """
     _leave_out_names(graph)
     _leave_out_zeros(graph)
     rewrite_poolings(graph)
-    if device.type == "cuda":
-        each(graph, aten.convolution_backward.default, _convolution_gradients)
+    rewrite_convolutions(graph, tangents, device)
     graph.eliminate_dead_code()
     graph.lint()
-
-
-def input_gradient(signal: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Σ over outputs of signal (B, O, h, w) times weight (O, I, k, l): (B, I, H, W).
-
-    A convolution of stride 1 has the convolution with the flipped weights as its transpose.
-    """
-    flipped = weight.flip(2, 3).transpose(0, 1)
-    full = (weight.shape[2] - 1 - padding[0], weight.shape[3] - 1 - padding[1])
-    return F.conv2d(signal, flipped, padding=full)
-
-
-def positions_first(signal: Tensor) -> Tensor:
-    """A signal (B, O, h, w) as (B·T, O)."""
-    return signal.flatten(2).mT.reshape(-1, signal.shape[1])
-
-
-def weight_gradient(rows: Tensor, positions: Tensor, shape: list[int]) -> Tensor:
-    """Σ over examples and positions of signals (B·T, O) times patches (B, T, I): `shape`."""
-    return (rows.T @ positions.flatten(0, 1)).view(shape)
-
-
-def small_weight_gradient(signal: Tensor, positions: Tensor, shape: list[int]) -> Tensor:
-    """The same of signals (B, O, h, w), for weights that are small beside the signals."""
-    return torch.bmm(signal.flatten(2), positions).sum(0).view(shape)
 
 
 def _leave_out_names(graph: Graph) -> None:
@@ -107,32 +80,3 @@ def _leave_out_zeros(graph: Graph) -> None:
             stays = stays and (node.args[2] is None or node.args[2] in zeros)
         if node.target in _ZEROS or stays:
             zeros.add(node)
-
-
-def _convolution_gradients(graph: Graph, node: Node) -> None:
-    signal, source, weight, _, stride, padding, dilation, transposed, _, groups, _ = arguments(node)
-    shape = list(shape_of(weight))
-    if transposed or groups != 1 or len(shape) != 4:
-        return
-    kernel, steps, edges, spacing = (
-        tuple(sizes) for sizes in (shape[2:], stride, padding, dilation)
-    )
-    flips = steps == spacing == (1, 1) and all(e < k for e, k in zip(edges, kernel, strict=True))
-    for use in list(node.users):
-        if use.args[1] == 0 and flips:
-            new = graph.call_function(input_gradient, (signal, weight, edges))
-        elif use.args[1] == 1:
-            cut = graph.call_function(patches, (source, kernel, steps, edges, spacing))
-            new = _weight_gradient(graph, signal, cut, shape)
-        else:
-            continue
-        replace(use, new)
-
-
-def _weight_gradient(graph: Graph, signal: Node, cut: Node, shape: list[int]) -> Node:
-    outputs, inputs = shape[0], math.prod(shape[1:])
-    positions = math.prod(shape_of(signal)[2:])
-    if 4 * outputs * inputs <= positions * (outputs + inputs):
-        return graph.call_function(small_weight_gradient, (signal, cut, shape))
-    rows = graph.call_function(positions_first, (signal,))
-    return graph.call_function(weight_gradient, (rows, cut, shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,9 +14,11 @@ from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError
 from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood
-from deltabars.summation import inner
+from deltabars.summation import add_inner
 
 SPACES = ("probability", "logit")
+
+_COLUMNS = 512  # that a product is worth its sums from
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,13 @@ def sensitivities(
     pulled = pullback.pull(inputs, likelihood.mean_jacobian if mean else _identity)
     outputs = pulled.outputs
     places = pullback.network.parameters.places
-    sums = _Sums.zero(outputs, bases, with_gram)
+    sums = _Sums(outputs, bases, with_gram)
     for factors in pulled.layers:
         assert factors.weight is not None
         sums.add_layer(factors, {name: q[:, places[factors.weight]] for name, q in bases.items()})
     for name, rows in pulled.loose.items():
         sums.add_rows(rows, {matrix: q[:, places[name]] for matrix, q in bases.items()})
+    sums.finish()
     value = likelihood.mean(outputs) if mean else outputs
     return outputs, Sensitivity(value, sums.squares, sums.gram, sums.projections)
 
@@ -83,35 +87,52 @@ def _identity(outputs: Tensor) -> Tensor:
     return torch.diag_embed(torch.ones_like(outputs))
 
 
-@dataclass(frozen=True)
 class _Sums:
     """Sums over the parameters, in float64: their squares are subtracted later on."""
 
-    squares: Tensor
-    gram: Tensor | None
-    projections: dict[str, Tensor]
-
-    @classmethod
-    def zero(cls, outputs: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> _Sums:
-        squares = torch.zeros_like(outputs, dtype=torch.float64)
+    def __init__(self, outputs: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> None:
         size = outputs.shape
-        return cls(
-            squares,
-            squares.new_zeros(*size, size[1]) if with_gram else None,
-            {name: squares.new_zeros(*size, len(basis)) for name, basis in bases.items()},
-        )
+        self.squares = torch.zeros_like(outputs, dtype=torch.float64)
+        self.gram = self.squares.new_zeros(*size, size[1]) if with_gram else None
+        self.projections = {
+            name: self.squares.new_zeros(*size, len(basis)) for name, basis in bases.items()
+        }
+        self._waiting: list[tuple[Tensor, Mapping[str, Tensor]]] = []
 
     def add_rows(self, rows: Tensor, bases: Mapping[str, Tensor]) -> None:
-        """Add rows (B, C, p) and their products with bases (K, p)."""
+        """Add rows (B, C, p) and their products with bases (K, p); few columns wait for others."""
+        if rows.shape[2] >= _COLUMNS:
+            self._add(rows, bases)
+            return
+        self._waiting.append((rows, bases))
+        if sum(rows.shape[2] for rows, _ in self._waiting) >= _COLUMNS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Add what is waiting."""
+        if self._waiting:
+            parts, self._waiting = self._waiting, []
+            together = {
+                name: torch.cat([bases[name] for _, bases in parts], dim=1)
+                for name in self.projections
+            }
+            self._add(torch.cat([rows for rows, _ in parts], dim=2), together)
+
+    def _add(self, rows: Tensor, bases: Mapping[str, Tensor]) -> None:
         self.squares.add_(rows.square().sum(-1))  # torch sums in a tree, which keeps the digits
         if self.gram is not None:
             self.gram.add_(rows.double() @ rows.double().mT)
         for name, basis in bases.items():
-            total = self.projections[name]
-            total.add_(inner(rows.flatten(0, 1), basis).view_as(total))
+            add_inner(self.projections[name].flatten(0, 1), rows.flatten(0, 1), basis)
 
     def add_layer(self, factors: Factors, bases: Mapping[str, Tensor]) -> None:
-        """Add the rows by a layer's weight, in the cheaper order."""
+        """Add the rows by a layer's weight (O·I), in the cheaper order, without what is zero."""
+        sizes = (factors.signals.shape[2], factors.activations.shape[2])
+        factors, outputs, inputs = factors.without_zeros()
+        if len(outputs) * len(inputs) < math.prod(sizes):
+            places = (outputs[:, None] * sizes[1] + inputs).flatten()
+            bases = {name: basis.index_select(1, places) for name, basis in bases.items()}
+            sizes = (len(outputs), len(inputs))
         if not factors.is_cheaper_shared():
             self.add_rows(factors.weight_rows(), bases)
             return
@@ -119,6 +140,5 @@ class _Sums:
         self.squares.add_(gram.diagonal(dim1=-2, dim2=-1))
         if self.gram is not None:
             self.gram.add_(gram)
-        sizes = (factors.signals.shape[2], factors.activations.shape[2])
         for name, basis in bases.items():
-            self.projections[name].add_(factors.project(basis.unflatten(1, sizes)))
+            factors.add_projection(basis.unflatten(1, sizes), self.projections[name])

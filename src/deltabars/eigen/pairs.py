@@ -98,6 +98,47 @@ class EigenPairs:
         )
 
 
+def embed(pairs: EigenPairs, places: Tensor, size: int, elsewhere: float) -> EigenPairs:
+    """The eigenpairs of a matrix (size, size) that is A at some places and `elsewhere`·I beyond.
+
+    Args:
+        pairs: of A, as many as are wanted.
+        places: where the rows and columns of A are, ascending.
+        size: of the larger matrix.
+        elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
+    """
+    count, others = len(pairs), size - len(places)
+    first = int((pairs.values >= elsewhere).sum())
+    units = min(count - first, others)  # they come before eigenvalues that are lower
+    last = count - first - units
+    vectors = pairs.vectors.new_zeros(count, size)
+    vectors[:first, places] = pairs.vectors[:first]
+    vectors[first + units :, places] = pairs.vectors[first : first + last]
+    if units:
+        free = torch.ones(size, dtype=torch.bool, device=places.device)
+        free[places] = False
+        rows = torch.arange(first, first + units, device=places.device)
+        vectors[rows, free.nonzero()[:units, 0]] = 1.0
+
+    def with_units(old: Tensor, new: float) -> Tensor:
+        return torch.cat([old[:first], old.new_full((units,), new), old[first : first + last]])
+
+    copies = pairs.smallest.new_full((min(others, len(pairs.smallest)),), elsewhere)
+    lower, order = torch.cat([pairs.smallest, copies]).sort(stable=True)
+    exact = torch.cat([pairs.smallest_residuals, torch.zeros_like(copies)])[order]
+    statistics = dict(pairs.statistics)
+    if LEAST_RITZ in statistics:
+        statistics[LEAST_RITZ] = min(float(statistics[LEAST_RITZ]), elsewhere)
+    return EigenPairs(
+        with_units(pairs.values, elsewhere),
+        vectors,
+        with_units(pairs.residuals, 0.0),
+        lower[: len(pairs.smallest)],
+        exact[: len(pairs.smallest)],
+        statistics,
+    )
+
+
 def residual_scale(values: Tensor) -> Tensor:
     """What residual norms are divided by: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
 

@@ -1,0 +1,277 @@
+"""Forward passes in which the outputs of layers are followed to the ReLUs behind them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from deltabars.kept import Kept, Layer
+
+_RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+# What is done to each channel by itself, and keeps zeros zero.
+_CHANNELWISE = {
+    torch.max_pool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.dropout, F.dropout2d,
+}  # fmt: skip
+_RESHAPES = {torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape}
+_FACTS = (int, str, torch.dtype, torch.device, torch.layout)  # that do not depend on values
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is known of a tensor on its way through a network.
+
+    Attributes:
+        layer: the call whose outputs it holds, while it is watched; None for the inputs.
+        passed: whether a ReLU is behind it, so that what is left out of it is zero.
+        full: how many channels or features it has, with those that are left out.
+        kept: the places of those that are not; None for all of them.
+    """
+
+    layer: Layer | None
+    passed: bool
+    full: int
+    kept: Tensor | None = None
+
+
+class _Walk(TorchFunctionMode):
+    """A forward pass in which the outputs of layers are followed to where they are used."""
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._states: dict[int, tuple[Tensor, _State]] = {}  # with the tensor: identities may recur
+        for leaf in inputs:
+            if leaf.ndim > 1:
+                self._follow(leaf, _State(None, True, leaf.shape[1]))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and follow what it does."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        first = args[0] if args else None
+        state = self._state(first)
+        if not any(self._state(tensor) for tensor in tensors if tensor is not first):
+            if _is_plain_layer(func, args, state):
+                if state is not None and not state.passed:  # a layer upon a layer
+                    self._expose(state)
+                    state = None
+                return self._layer(func, args, kwargs, state)
+            if state is not None:
+                if func in _RELUS:
+                    return self._relu(func(*args, **kwargs), state)
+                if func in _CHANNELWISE:
+                    return self._follow(func(*args, **kwargs), state)
+                if not state.passed and func is F.batch_norm and len(args) == 8 and not args[5]:
+                    return self._follow(self._batch_norm(args, state), state)
+                if state.passed and func in _RESHAPES:
+                    return self._reshape(func, args, kwargs, state)
+        result = self._other(func, args, kwargs)
+        if result is None or not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result)):
+            for tensor in tensors:
+                self._lose(tensor, tensor is first and _changes_its_first(func))
+        return result
+
+    def _state(self, tensor: Any) -> _State | None:
+        held = self._states.get(id(tensor))
+        return None if held is None else held[1]
+
+    def _follow(self, tensor: Tensor, state: _State) -> Tensor:
+        self._states[id(tensor)] = (tensor, state)
+        return tensor
+
+    def _relu(self, result: Tensor, state: _State) -> Tensor:
+        return self._follow(result, replace(state, passed=True))
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any, state: _State) -> Any:
+        """Flattening keeps features apart; any other reshaping is not followed."""
+        whole = _stand_in(args[0], state)
+        shape = func(whole, *args[1:], **kwargs).shape
+        if shape != whole.flatten(1).shape:
+            return self._other(func, args, kwargs)
+        each = shape[1] // state.full
+        kept = state.kept
+        if kept is not None:
+            kept = (kept[:, None] * each + torch.arange(each, device=kept.device)).flatten()
+        return self._follow(args[0].flatten(1), replace(state, full=shape[1], kept=kept))
+
+    def _lose(self, tensor: Tensor, changed: bool) -> None:
+        """A tensor went where it is not followed; `changed` if it was altered in place."""
+        state = self._state(tensor)
+        if state is None:
+            return
+        if changed or not state.passed:
+            self._expose(state)
+        if changed:
+            del self._states[id(tensor)]
+
+    @abstractmethod
+    def _layer(self, func: Any, args: Any, kwargs: Any, state: _State | None) -> Tensor:
+        """Call a layer."""
+
+    @abstractmethod
+    def _batch_norm(self, args: Any, state: _State) -> Tensor:
+        """Normalise the outputs of a layer, channel by channel."""
+
+    @abstractmethod
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call any other function."""
+
+    @abstractmethod
+    def _expose(self, state: _State) -> None:
+        """A tensor was seen before its ReLU, or changed."""
+
+
+class Watch(_Walk):
+    """A forward pass that is watched.
+
+    Attributes:
+        layers: the calls of layers, in their order.
+        spoilt: whether tensors were changed in a way that cannot be followed.
+    """
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__(inputs)
+        self.layers: list[Layer] = []
+        self.spoilt = False
+
+    def _layer(self, func: Any, args: Any, kwargs: Any, state: _State | None) -> Tensor:
+        inputs, weight = args[:2]
+        layer = Layer(weight.shape)
+        if func is F.linear and state is not None:
+            layer.inputs = (inputs != 0).any(0)
+        self.layers.append(layer)
+        return self._follow(func(*args, **kwargs), _State(layer, False, weight.shape[0]))
+
+    def _relu(self, result: Tensor, state: _State) -> Tensor:
+        if state.layer is not None and not state.passed:
+            on = (result > 0).transpose(0, 1).flatten(1).any(1)
+            before = state.layer.outputs
+            state.layer.outputs = on if before is None else before | on
+        return super()._relu(result, state)
+
+    def _batch_norm(self, args: Any, state: _State) -> Tensor:
+        return F.batch_norm(*args)
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def _expose(self, state: _State) -> None:
+        if state.layer is None or state.passed:
+            self.spoilt = True
+        else:
+            state.layer.exposed = True
+
+
+class Compact(_Walk):
+    """A forward pass without the units that are silent.
+
+    Args:
+        layers: what counts of each call of a layer, in their order.
+        inputs: of the network.
+        names: of parameters by the identity of their tensors, whose use is to be noted.
+
+    Attributes:
+        used: which numbers of the named parameters were used, by name.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Kept],
+        inputs: Iterable[Tensor],
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(inputs)
+        self.used: dict[str, Tensor] = {}
+        self._layers = iter(layers)
+        self._names = names or {}
+
+    def _layer(self, func: Any, args: Any, kwargs: Any, state: _State | None) -> Tensor:
+        inputs, weight, *rest = args
+        layer = next(self._layers, None)
+        if layer is None or layer.shape != weight.shape:
+            raise RuntimeError("A layer is called that was not watched.")
+        columns = None if state is None else state.kept
+        if state is not None and layer.columns is not None:
+            here = layer.columns
+            if columns is not None:  # which hold them all: what is left out before is zero here
+                here = torch.searchsorted(columns, here)
+            inputs, columns = inputs.index_select(1, here), layer.columns
+        parts = [self._part(weight, layer.rows, columns)]
+        if rest:
+            parts.append(self._part(rest[0], layer.rows))
+        if "bias" in kwargs:
+            kwargs = {**kwargs, "bias": self._part(kwargs["bias"], layer.rows)}
+        result = func(inputs, *parts, *rest[1:], **kwargs)
+        return self._follow(result, _State(None, False, layer.shape[0], layer.rows))
+
+    def _batch_norm(self, args: Any, state: _State) -> Tensor:
+        return F.batch_norm(args[0], *(self._part(x, state.kept) for x in args[1:5]), *args[5:])
+
+    def _part(self, tensor: Any, rows: Tensor | None, columns: Tensor | None = None) -> Any:
+        """The rows and columns that are kept of a weight, a bias, or a buffer."""
+        if tensor is None:
+            return None
+        name = self._names.get(id(tensor))
+        if name is not None:
+            used = self.used.setdefault(name, torch.zeros_like(tensor, dtype=torch.bool))
+            some = torch.zeros_like(used)
+            some[slice(None) if rows is None else rows] = True
+            if columns is not None:
+                inside = torch.zeros_like(used)
+                inside[:, columns] = True
+                some &= inside
+            used |= some
+        if rows is not None:
+            tensor = tensor.index_select(0, rows)
+        return tensor if columns is None else tensor.index_select(1, columns)
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            name = self._names.get(id(leaf))
+            if name is not None:
+                self.used[name] = torch.ones_like(leaf, dtype=torch.bool)
+        return func(*tree_map(self._whole, args), **tree_map(self._whole, kwargs))
+
+    def _whole(self, leaf: Any) -> Any:
+        """A tensor with zeros where units are left out; before a ReLU, its shape alone."""
+        state = self._state(leaf)
+        if state is None or state.kept is None:
+            return leaf
+        whole = _stand_in(leaf, state)
+        return whole.clone().index_copy(1, state.kept, leaf) if state.passed else whole
+
+    def _expose(self, state: _State) -> None:
+        if state.kept is not None or state.passed:
+            raise RuntimeError("A tensor is used otherwise than it was when watched.")
+
+
+def _is_plain_layer(func: Any, args: tuple[Any, ...], state: _State | None) -> bool:
+    """Whether a call is of a layer that takes (B, I), or (B, C, H, W) without groups."""
+    if func not in (F.linear, F.conv2d) or len(args) < 2:
+        return False
+    inputs, weight = args[:2]
+    size = 2 if func is F.linear else 4
+    count = inputs.shape[1] if state is None and inputs.ndim > 1 else getattr(state, "full", 0)
+    return bool(inputs.ndim == weight.ndim == size and weight.shape[1] == count)
+
+
+def _changes_its_first(func: Any) -> bool:
+    """Whether a function writes to its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    return bool(name.endswith("_"))
+
+
+def _stand_in(tensor: Tensor, state: _State) -> Tensor:
+    """Zeros of the shape that a tensor has with nothing left out, without memory of their own."""
+    return tensor.new_zeros(()).expand(tensor.shape[0], state.full, *tensor.shape[2:])
