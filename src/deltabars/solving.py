@@ -152,10 +152,14 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     """How far a Krylov basis may grow before it is restarted.
 
     As far as it needs to as a rule, in which case it is not restarted at all; but within its share
-    of the memory budget.
+    of the memory budget. Vectors of the reached parameters alone are shorter, and there may be more
+    of them: what counts is the memory.
     """
-    usual = max(int(_USUAL_GROWTH * pairs) - 4 * block_size, pairs + _LEAST_GROWTH)
-    columns = operator.shape[1] if operator.reached is None else len(operator.reached)
-    row = columns * operator.dtype.itemsize
-    fitting = share(operator.problem.memory_budget, BASIS) // row - 2 * block_size
-    return max(min(usual, fitting), pairs + 2 * block_size)
+    size = operator.shape[1]
+    columns = size if operator.reached is None else len(operator.reached)
+    usual = int(_USUAL_GROWTH * pairs) - 4 * block_size
+    if columns < size:  # the pairs are put among zeros at the end, beside the basis
+        usual = max(usual, int((_USUAL_GROWTH - 1) * pairs * size / columns) - 4 * block_size)
+    usual = max(usual, pairs + _LEAST_GROWTH)
+    fitting = share(operator.problem.memory_budget, BASIS) // (columns * operator.dtype.itemsize)
+    return max(min(usual, fitting - 2 * block_size), pairs + 2 * block_size)

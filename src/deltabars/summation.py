@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 _STRETCH = 512
-_AT_ONCE = 1 << 22  # numbers: small products of many stretches are computed together
+# Small products of many stretches are computed together, up to so many numbers.
+_AT_ONCE = {"cpu": 1 << 20}
+_AT_ONCE_ELSEWHERE = 1 << 22
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -32,7 +34,8 @@ def add_inner(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if whole * _STRETCH < a.shape[-1]:
         total += a[..., rest] @ b[..., rest].mT
     pieces_a, pieces_b = _stretches(a, whole), _stretches(b, whole)
-    together = max(1, _AT_ONCE // max(1, total.numel()))
+    most = _AT_ONCE.get(a.device.type, _AT_ONCE_ELSEWHERE)
+    together = max(1, most // max(1, total.numel()))
     for start in range(0, whole, together):
         part = slice(start, start + together)
         products = pieces_a[..., part, :, :] @ pieces_b[..., part, :, :].mT

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
+from deltabars.curvature.columns import kept_parts
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
 from deltabars.memory import KEPT, attempt, chunk_within, share
@@ -130,9 +131,9 @@ class RowOperator(CurvatureOperator):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.pullback = Pullback(problem.network)
-        per_example = self._rows_per_example * (
-            2 * self._bytes_per_row + 2 * problem.activation_bytes
-        )
+        self._parts = kept_parts(problem.parameters, problem.reached)
+        row = self._bytes_per_row + problem.num_parameters * self.dtype.itemsize
+        per_example = self._rows_per_example * (row + 2 * problem.activation_bytes)
         most = problem.chunk_size.value
         fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
         self._chunk_size = problem.chunk_size.at_most(fitting)
@@ -156,10 +157,7 @@ class RowOperator(CurvatureOperator):
     @property
     def keeps_rows(self) -> bool:
         """Whether all of R fits the part of the memory budget that it may take."""
-        columns = self._bytes_per_row
-        if self.reached is not None:
-            columns = len(self.reached) * self.dtype.itemsize
-        return self.num_rows * columns <= share(self.problem.memory_budget, KEPT)
+        return self.num_rows * self._bytes_per_row <= share(self.problem.memory_budget, KEPT)
 
     @property
     def kept_bytes(self) -> int:
@@ -190,7 +188,7 @@ class RowOperator(CurvatureOperator):
 
     def _all_rows(self) -> Tensor | None:
         """R whole, (rows, P'), or None where there is no memory for it after all."""
-        size = (self.num_rows, self.shape[1] if self.reached is None else len(self.reached))
+        size = (self.num_rows, self._columns)
         whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if whole is not None:
             for _ in self._computed_blocks(whole):
@@ -202,14 +200,12 @@ class RowOperator(CurvatureOperator):
         done = 0
 
         def compute(batch: Batch) -> Tensor:
-            shape = (len(batch), self._rows_per_example, -1)
-            out = None if whole is None else whole[done : done + shape[0] * shape[1]]
-            direct = None if out is None or self.reached is not None else out.view(shape)
+            count = len(batch) * self._rows_per_example
+            out = None if whole is None else whole[done : done + count]
             with self.problem.network.evaluation(), model_errors():
-                rows = self._rows(batch, direct).flatten(0, 1)
-            if self.reached is None:
-                return rows
-            return torch.index_select(rows, 1, self.reached, out=out)
+                shape = (len(batch), self._rows_per_example, -1)
+                rows = self._rows(batch, None if out is None else out.view(shape))
+            return rows.flatten(0, 1)
 
         for block in self._chunk_size.each(self.problem.chunks(self._chunk_size.value), compute):
             if not bool(block.sum().isfinite()):  # as quick as it can be: one NaN is enough
@@ -228,8 +224,13 @@ class RowOperator(CurvatureOperator):
         return total
 
     @property
+    def _columns(self) -> int:
+        """P'."""
+        return self.shape[1] if self.reached is None else len(self.reached)
+
+    @property
     def _bytes_per_row(self) -> int:
-        return self.problem.num_parameters * self.dtype.itemsize
+        return self._columns * self.dtype.itemsize
 
     @property
     @abstractmethod
@@ -238,4 +239,4 @@ class RowOperator(CurvatureOperator):
 
     @abstractmethod
     def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
-        """The rows (B, rows an example, P) of a batch, written to `out` where that is given."""
+        """The rows (B, rows an example, P') of a batch, written to `out` where that is given."""

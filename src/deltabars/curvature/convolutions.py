@@ -3,8 +3,9 @@
 * On a GPU the gradients are taken as a convolution with the flipped weights and as matrix products
   with the patches: in float32 cuDNN's own ways are several times slower there, and its transforms
   cost digits.
-* On a CPU the channels come last in memory, as oneDNN likes them best; and a convolution of so few
-  channels that its patches are cheap to keep (of a grey image, say) is a matrix product with them.
+* On a CPU the channels come last in memory, as oneDNN likes them best.
+* On both a convolution of so few channels that its patches are cheap to keep (of a grey image, say)
+  is a matrix product with them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from deltabars.curvature.graphs import arguments, dependent, each, replace, shape_of
+from deltabars.curvature.graphs import arguments, dependent, each, once, replace, shape_of
 from deltabars.curvature.patches import patches
 
 aten = torch.ops.aten
@@ -29,11 +30,12 @@ _FEW_COLUMNS = 32  # of a weight, as a matrix
 
 def rewrite_convolutions(graph: Graph, tangents: Sequence[Node], device: torch.device) -> None:
     """Rewrite those that depend on the tangents, in place."""
+    varying = dependent(graph, tangents)
+    each(graph, aten.convolution.default, partial(_by_patches, varying))
     if device.type == "cuda":
         each(graph, aten.convolution_backward.default, _gradients_on_gpu)
     elif device.type == "cpu":
-        varying = dependent(graph, tangents)
-        each(graph, aten.convolution.default, partial(_forward_on_cpu, varying))
+        each(graph, aten.convolution.default, partial(_with_channels_last, varying))
         each(graph, aten.convolution_backward.default, partial(_gradients_on_cpu, varying))
 
 
@@ -85,7 +87,7 @@ def _gradients_on_gpu(graph: Graph, node: Node) -> None:
         if use.args[1] == 0 and flips:
             new = graph.call_function(input_gradient, (signal, weight, edges))
         elif use.args[1] == 1:
-            cut = graph.call_function(patches, (source, kernel, steps, edges, spacing))
+            cut = once(graph, patches, source, kernel, steps, edges, spacing)
             new = _weight_gradient(graph, signal, cut, shape)
         else:
             continue
@@ -101,12 +103,10 @@ def _weight_gradient(graph: Graph, signal: Node, cut: Node, shape: list[int]) ->
     return graph.call_function(weight_gradient, (rows, cut, shape))
 
 
-def _forward_on_cpu(varying: set[Node], graph: Graph, node: Node) -> None:
+def _by_patches(varying: set[Node], graph: Graph, node: Node) -> None:
+    """The convolution of something fixed and of few channels, from its patches."""
     source, weight, bias, stride, padding, dilation, transposed, _, groups = arguments(node)
-    if node not in varying or len(shape_of(weight)) != 4 or transposed:
-        return
-    if source in varying or not _has_few_columns(weight, groups):
-        node.args = (graph.call_function(channels_last, (source,)), *node.args[1:])
+    if node not in varying or source in varying or transposed or not _has_few(weight, groups):
         return
     cut = _patches(graph, source, weight, stride, padding, dilation)
     new = graph.call_function(convolve, (weight, cut, shape_of(node)[2:]))
@@ -116,17 +116,19 @@ def _forward_on_cpu(varying: set[Node], graph: Graph, node: Node) -> None:
     replace(node, new)
 
 
+def _with_channels_last(varying: set[Node], graph: Graph, node: Node) -> None:
+    if node in varying and len(shape_of(node)) == 4 and not arguments(node)[6]:
+        node.args = (once(graph, channels_last, arguments(node)[0]), *node.args[1:])
+
+
 def _gradients_on_cpu(varying: set[Node], graph: Graph, node: Node) -> None:
     signal, source, weight, _, stride, padding, dilation, transposed, _, groups, _ = arguments(node)
     if node not in varying or len(shape_of(weight)) != 4 or transposed:
         return
     uses = list(node.users)
-    if (
-        source in varying
-        or not _has_few_columns(weight, groups)
-        or [u.args[1] for u in uses] != [1]
-    ):
-        both = (graph.call_function(channels_last, (images,)) for images in (signal, source))
+    by_weight_alone = [use.args[1] for use in uses] == [1]
+    if source in varying or not by_weight_alone or not _has_few(weight, groups):
+        both = (once(graph, channels_last, images) for images in (signal, source))
         node.args = (*both, *node.args[2:])
         return
     cut = _patches(graph, source, weight, stride, padding, dilation)
@@ -134,10 +136,12 @@ def _gradients_on_cpu(varying: set[Node], graph: Graph, node: Node) -> None:
     replace(uses[0], graph.call_function(small_weight_gradient, (signal, cut, shape)))
 
 
-def _has_few_columns(weight: Node, groups: int) -> bool:
-    return groups == 1 and math.prod(shape_of(weight)[1:]) <= _FEW_COLUMNS
+def _has_few(weight: Node, groups: int) -> bool:
+    """Whether a weight has so few columns, as a matrix, that patches are cheap to keep."""
+    shape = shape_of(weight)
+    return len(shape) == 4 and groups == 1 and math.prod(shape[1:]) <= _FEW_COLUMNS
 
 
 def _patches(graph: Graph, source: Node, weight: Node, *window: Any) -> Node:
     sizes = (shape_of(weight)[2:], *(tuple(part) for part in window))
-    return graph.call_function(patches, (source, *sizes))
+    return once(graph, patches, source, *sizes)

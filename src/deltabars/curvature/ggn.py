@@ -19,4 +19,5 @@ class GGNOperator(RowOperator):
         return self.problem.num_outputs
 
     def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
-        return self.pullback.rows(batch.inputs, self.problem.likelihood.curvature_root, out)
+        root = self.problem.likelihood.curvature_root
+        return self.pullback.rows(batch.inputs, root, out, self._parts)

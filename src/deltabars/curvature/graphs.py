@@ -16,6 +16,16 @@ def each(graph: Graph, target: Any, change: Callable[[Graph, Node], None]) -> No
             change(graph, node)
 
 
+def once(graph: Graph, target: Any, source: Node, *rest: Any) -> Node:
+    """The call of a function on a node: one that is there already, or a new one next to it."""
+    for use in source.users:
+        if use.target == target and use.args == (source, *rest):
+            return use
+    arguments = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(arguments[-1] if source in arguments else source):
+        return graph.call_function(target, (source, *rest))
+
+
 def replace(node: Node, new: Node) -> None:
     """Put a node in the place of another one, of the same shape and type."""
     new.meta = dict(node.meta)

@@ -86,20 +86,20 @@ class Factors:
     activations: Tensor
     signals: Tensor
 
-    def without_zeros(self) -> tuple[Factors, Tensor, Tensor]:
-        """The factors without outputs and inputs that are zero throughout.
-
-        Returns:
-            the factors, and the places (O',) and (I',) of the outputs and inputs that they hold.
-        """
-        rows = self.signals.transpose(0, 2).flatten(1).any(1).nonzero().squeeze(1)
-        columns = self.activations.flatten(0, 1).any(0).nonzero().squeeze(1)
+    def at(self, outputs: Tensor, inputs: Tensor) -> Factors:
+        """The factors of some outputs (O',) and inputs (I',) alone."""
         activations, signals = self.activations, self.signals
-        if len(columns) < activations.shape[2]:
-            activations = activations.index_select(2, columns)
-        if len(rows) < signals.shape[2]:
-            signals = signals.index_select(2, rows)
-        return replace(self, activations=activations, signals=signals), rows, columns
+        if len(inputs) < activations.shape[2]:
+            activations = activations.index_select(2, inputs)
+        if len(outputs) < signals.shape[2]:
+            signals = signals.index_select(2, outputs)
+        return replace(self, activations=activations, signals=signals)
+
+    def not_zero(self) -> tuple[Tensor, Tensor]:
+        """The outputs (O',) and inputs (I',) that are not zero throughout."""
+        outputs = self.signals.transpose(0, 2).flatten(1).any(1)
+        inputs = self.activations.flatten(0, 1).any(0)
+        return outputs.nonzero().squeeze(1), inputs.nonzero().squeeze(1)
 
     def weight_rows(self, out: Tensor | None = None) -> Tensor:
         """Σ_t δ_t a_tᵀ, (B, R, O·I), in `out` where that is given. Cost: T·O·I operations a row."""

@@ -25,4 +25,4 @@ class OPGOperator(RowOperator):
         def gradients(outputs: Tensor) -> Tensor:
             return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
 
-        return self.pullback.rows(batch.inputs, gradients, out)
+        return self.pullback.rows(batch.inputs, gradients, out, self._parts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from deltabars.curvature.columns import Part, kept_parts
 from deltabars.curvature.layers import Factors, Recorder
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.network import Network
@@ -49,18 +50,33 @@ class Pullback:
         self.network = network
         self._rests: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
 
-    def rows(self, inputs: Inputs, cotangents: Cotangents, out: Tensor | None = None) -> Tensor:
-        """All rows (B, R, P), written to `out` where that is given."""
+    def rows(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        out: Tensor | None = None,
+        parts: Mapping[str, Part] | None = None,
+    ) -> Tensor:
+        """The rows (B, R, P), written to `out` where that is given; or the parts of them alone."""
         pulled = self.pull(inputs, cotangents)
-        batch, count = len(pulled.outputs), pulled.count
+        if parts is None:
+            parts = kept_parts(self.network.parameters, None)
         if out is None:
-            out = pulled.outputs.new_empty(batch, count, self.network.parameters.size)
-        places = self.network.parameters.places
+            width = max(part.place.stop for part in parts.values())
+            out = pulled.outputs.new_empty(len(pulled.outputs), pulled.count, width)
         for name, rows in pulled.loose.items():
-            out[..., places[name]] = rows
+            part = parts[name]
+            out[..., part.place] = rows if part.numbers is None else rows[..., part.numbers]
         for factors in pulled.layers:
             assert factors.weight is not None
-            factors.weight_rows(out[..., places[factors.weight]])
+            part = parts[factors.weight]
+            place = out[..., part.place]
+            if part.numbers is None:
+                factors.weight_rows(place)
+            elif part.outputs is not None and part.inputs is not None:
+                factors.at(part.outputs, part.inputs).weight_rows(place)
+            else:
+                place.copy_(factors.weight_rows()[..., part.numbers])
         return out
 
     def pull(self, inputs: Inputs, cotangents: Cotangents) -> Pulled:

@@ -128,8 +128,9 @@ class _Sums:
     def add_layer(self, factors: Factors, bases: Mapping[str, Tensor]) -> None:
         """Add the rows by a layer's weight (O·I), in the cheaper order, without what is zero."""
         sizes = (factors.signals.shape[2], factors.activations.shape[2])
-        factors, outputs, inputs = factors.without_zeros()
+        outputs, inputs = factors.not_zero()
         if len(outputs) * len(inputs) < math.prod(sizes):
+            factors = factors.at(outputs, inputs)
             places = (outputs[:, None] * sizes[1] + inputs).flatten()
             bases = {name: basis.index_select(1, places) for name, basis in bases.items()}
             sizes = (len(outputs), len(inputs))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from deltabars.summation import inner
 
-_COLUMNS_AT_ONCE = 4096  # of a whole basis
+_COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
+_COLUMNS_AT_ONCE_ELSEWHERE = 4096
 _COLUMNS_OF_A_BLOCK = 1 << 16
 
 
@@ -62,8 +63,9 @@ class Basis:
         mixing = coefficients.T.to(self._device, self._dtype)
         squares = torch.zeros(len(mixing), device=self._device, dtype=torch.float64)
         filled = self._filled()
-        for start in range(0, self._width, _COLUMNS_AT_ONCE):
-            columns = slice(start, start + _COLUMNS_AT_ONCE)
+        step = _COLUMNS_AT_ONCE.get(self._device.type, _COLUMNS_AT_ONCE_ELSEWHERE)
+        for start in range(0, self._width, step):
+            columns = slice(start, start + step)
             mixed = inner(mixing, torch.cat([panel[:, columns] for panel in filled]).T)
             squares += mixed.square().sum(1)
             done = 0
