@@ -120,6 +120,7 @@ def fit(
     diagnostics: dict[str, Any] = {
         "mean_loss": problem.mean_loss,
         "cost": problem.mean_loss + 0.5 * problem.l2 * float(problem.network.point.norm()) ** 2,
+        "parameters_reached": problem.num_reached,
         "gradient_norm": float(problem.gradient.norm()),
         "relative_gradient": problem.relative_gradient,
         "data_fingerprint": f"{problem.data.fingerprint:016x}",

@@ -7,6 +7,7 @@ The user's module is only ever *called*, with copies of its parameters and buffe
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -171,7 +172,7 @@ class Network:
         for module, name, _ in hooked:
             setattr(module, name, OrderedDict())
         try:
-            with full_precision(self.device):
+            with full_precision(self.device), _not_compiled():
                 yield
         finally:
             for module in training:
@@ -210,6 +211,14 @@ def fingerprint(model: torch.nn.Module) -> str:
         plain = value.detach().cpu().contiguous()
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run models that were compiled as they were written: derivatives look inside."""
+    if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

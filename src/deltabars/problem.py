@@ -107,6 +107,11 @@ class Problem:
         return self.parameters.size
 
     @property
+    def num_reached(self) -> int:
+        """P': how many of them the losses depend on."""
+        return self.num_parameters if self.reached is None else len(self.reached)
+
+    @property
     def num_examples(self) -> int:
         """N."""
         return self.data.num_examples

@@ -155,8 +155,7 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     of the memory budget. Vectors of the reached parameters alone are shorter, and there may be more
     of them: what counts is the memory.
     """
-    size = operator.shape[1]
-    columns = size if operator.reached is None else len(operator.reached)
+    size, columns = operator.shape[1], operator.problem.num_reached
     usual = int(_USUAL_GROWTH * pairs) - 4 * block_size
     if columns < size:  # the pairs are put among zeros at the end, beside the basis
         usual = max(usual, int((_USUAL_GROWTH - 1) * pairs * size / columns) - 4 * block_size)

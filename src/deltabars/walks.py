@@ -96,7 +96,7 @@ class _Walk(TorchFunctionMode):
         whole = _stand_in(args[0], state)
         shape = func(whole, *args[1:], **kwargs).shape
         if shape != whole.flatten(1).shape:
-            return self._other(func, args, kwargs)
+            return self._other(func, args, kwargs)  # of what has passed a ReLU, which may be seen
         each = shape[1] // state.full
         kept = state.kept
         if kept is not None:
@@ -104,7 +104,7 @@ class _Walk(TorchFunctionMode):
         return self._follow(args[0].flatten(1), replace(state, full=shape[1], kept=kept))
 
     def _lose(self, tensor: Tensor, changed: bool) -> None:
-        """A tensor went where it is not followed; `changed` if it was altered in place."""
+        """A tensor went where nothing is followed; `changed` if it was altered in place."""
         state = self._state(tensor)
         if state is None:
             return
@@ -234,11 +234,13 @@ class Compact(_Walk):
             tensor = tensor.index_select(0, rows)
         return tensor if columns is None else tensor.index_select(1, columns)
 
+    def _lose(self, tensor: Tensor, changed: bool) -> None:
+        name = self._names.get(id(tensor))
+        if name is not None:
+            self.used[name] = torch.ones_like(tensor, dtype=torch.bool)
+        super()._lose(tensor, changed)
+
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            name = self._names.get(id(leaf))
-            if name is not None:
-                self.used[name] = torch.ones_like(leaf, dtype=torch.bool)
         return func(*tree_map(self._whole, args), **tree_map(self._whole, kwargs))
 
     def _whole(self, leaf: Any) -> Any:

@@ -188,7 +188,7 @@ class RowOperator(CurvatureOperator):
 
     def _all_rows(self) -> Tensor | None:
         """R whole, (rows, P'), or None where there is no memory for it after all."""
-        size = (self.num_rows, self._columns)
+        size = (self.num_rows, self.problem.num_reached)
         whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if whole is not None:
             for _ in self._computed_blocks(whole):
@@ -224,13 +224,8 @@ class RowOperator(CurvatureOperator):
         return total
 
     @property
-    def _columns(self) -> int:
-        """P'."""
-        return self.shape[1] if self.reached is None else len(self.reached)
-
-    @property
     def _bytes_per_row(self) -> int:
-        return self._columns * self.dtype.itemsize
+        return self.problem.num_reached * self.dtype.itemsize
 
     @property
     @abstractmethod
