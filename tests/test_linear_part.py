@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from deltabars import Problem
 from deltabars.curvature import HessianOperator
+from deltabars.curvature.hessian import _even_chunk
 from deltabars.memory import KEPT, share
 from tests.architectures import (
     ARCHITECTURES,
@@ -182,3 +183,15 @@ def test_a_model_that_cannot_be_traced_is_computed_as_it_is():
     exact = torch.autograd.functional.hessian(cost, problem.network.point)
     torch.testing.assert_close(operator.to_dense(), exact, rtol=0, atol=1e-12)
     assert operator.kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "size"),
+    [
+        (7, 1000, 7), (7, 7, 7), (12, 5, 4), (10, 9, 5), (7, 3, 3), (1, 1, 1), (1, 5, 1),
+        (6, 1, 1), (60000, 1024, 1000), (7919, 1024, 1024), (2, 1, 1),
+    ],
+)  # fmt: skip
+def test_chunks_are_of_one_size_where_they_can_be(count, most, size):
+    """7 and 7,919 are prime: their chunks are not."""
+    assert _even_chunk(count, most) == size

@@ -97,3 +97,62 @@ def test_factors_are_sums_of_outer_products(size):
     projected = torch.zeros(*factors.signals.shape[:2], len(basis), dtype=torch.float64)
     factors.add_projection(basis.unflatten(1, (outputs, inputs)), projected)
     torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
+
+
+@pytest.mark.parametrize("positions", [1, 5])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [([], []), ([0, 3], []), ([], [1]), ([1], [0, 2]), ([0, 1, 2, 3], []), ([], [0, 1, 2])],
+    ids=["none", "outputs", "inputs", "both", "all outputs", "all inputs"],
+)
+def test_factors_without_zeros(rows, columns, positions):
+    """A zero at one position or of one example is none throughout."""
+    activations, signals = randn(2, positions, 3), randn(2, 6, 4, positions)
+    activations[:, :, columns] = 0.0
+    activations[0, 0] = 0.0
+    signals[:, :, rows] = 0.0
+    signals[1, 2] = 0.0
+    whole = Factors("w", "b", activations, signals)
+    outputs, inputs = whole.not_zero()
+    part = whole.at(outputs, inputs)
+    assert outputs.tolist() == [row for row in range(4) if row not in rows]
+    assert inputs.tolist() == [column for column in range(3) if column not in columns]
+    expected = whole.weight_rows().unflatten(2, (4, 3))
+    found = torch.zeros_like(expected)
+    if len(outputs) and len(inputs):
+        places = part.weight_rows().unflatten(2, (len(outputs), len(inputs)))
+        found[:, :, outputs[:, None], inputs] = places
+    torch.testing.assert_close(found, expected, **PRECISION)
+    total = torch.ones(2, 6, 7, dtype=torch.float64)
+    basis = randn(7, 4, 3)
+    part.add_projection(basis[:, outputs][:, :, inputs], total)
+    exact = 1 + torch.einsum("broi,koi->brk", expected, basis)
+    torch.testing.assert_close(total, exact, **PRECISION)
+    torch.testing.assert_close(part.gram(), whole.gram(), **PRECISION)
+
+
+@pytest.mark.parametrize("classes", [2, 40])
+def test_silent_units_and_zero_inputs(classes):
+    """Layers of which little is left, or nothing at all."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, classes)
+        ).double()
+    inputs = randn(3, 6)
+    inputs[:, 2:4] = 0.0
+    with torch.no_grad():
+        for silent in ([0, 3], [0, 1, 2, 3, 4]):  # some, or all that the head sees
+            model[2].bias[silent] = -100.0
+            exact = Oracle(model, inputs, torch.zeros(3, dtype=torch.long), 0.1).sensitivity(
+                inputs, "logit"
+            )
+            basis = torch.linalg.qr(randn(exact.shape[2], 9))[0].T
+            pullback = Pullback(Network.capture(model))
+            with pullback.network.evaluation():
+                _, found = sensitivities(
+                    pullback, get_likelihood("categorical"), inputs, {"opg": basis}, "logit",
+                    with_gram=True,
+                )  # fmt: skip
+            torch.testing.assert_close(found.gram, exact @ exact.mT, **PRECISION)
+            torch.testing.assert_close(found.projections["opg"], exact @ basis.T, **PRECISION)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltabars import summation
-from deltabars.summation import inner
+from deltabars.summation import add_inner, inner
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 200_000])
@@ -63,3 +63,13 @@ def test_rows_with_gaps_between_them():
     torch.testing.assert_close(
         inner(part[:2], part[2:]), part[:2].double() @ part[2:].double().T, rtol=0, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 3, 512, 1300])
+def test_products_are_added_in_place(size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    a, b = (torch.randn(4, size, generator=generator, dtype=dtype) for _ in range(2))
+    total = torch.full((4, 4), 1e6, dtype=torch.float64)
+    assert add_inner(total, a, b) is total
+    torch.testing.assert_close(total - 1e6, a.double() @ b.double().T, rtol=0, atol=1e-4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -265,8 +266,8 @@ class Problem:
             losses = self.likelihood.loss(outputs, batch.targets)
             return losses.sum()
 
-        watch = self.units.watch(batch.inputs)
-        gradient = self.network.gradient(batch.inputs, total, lambda trained: watch)
+        watch = partial(self.units.watch, batch.inputs)
+        gradient = self.network.gradient(batch.inputs, total, watch)
         return losses.detach(), gradient
 
 

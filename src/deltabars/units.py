@@ -25,7 +25,8 @@ from deltabars.memory import ran_out
 from deltabars.network import Network, weighted_sum
 from deltabars.walks import Compact, Watch
 
-_AGREE = 1e-3  # relative: units that are missed change far more than rounding does
+# Relative: units that are missed change far more than rounding does, and what it does at kinks.
+_AGREE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
 class Units:
@@ -34,18 +35,19 @@ class Units:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._layers: list[Layer] | None = None
+        self._route: list[tuple[str, ...]] = []
         self._kept: list[Kept] = []
 
     @contextmanager
-    def watch(self, inputs: Inputs) -> Iterator[None]:
+    def watch(self, inputs: Inputs, trained: Mapping[str, Tensor]) -> Iterator[None]:
         """A context to run a forward pass in, which adds what is seen to what is known."""
-        walk = Watch(leaves(inputs))
+        walk = Watch(leaves(inputs), _names(trained))
         with walk:
             yield
         seen = [] if walk.spoilt else walk.layers
         if self._layers is None:
-            self._layers = seen
-        elif [layer.shape for layer in self._layers] == [layer.shape for layer in seen]:
+            self._layers, self._route = seen, walk.route
+        elif self._route == walk.route and _shapes(self._layers) == _shapes(seen):
             self._layers = [a.merge(b) for a, b in zip(self._layers, seen, strict=True)]
         else:  # the way through the network is not always the same
             self._layers = []
@@ -66,8 +68,7 @@ class Units:
         walks: list[Compact] = []
 
         def during(trained: Mapping[str, Tensor]) -> Compact:
-            names = {id(value): name for name, value in trained.items()}
-            walks.append(Compact(kept, leaves(inputs), names))
+            walks.append(Compact(kept, leaves(inputs), _names(trained)))
             return walks[0]
 
         whole = self._network.gradient(inputs, weighted_sum)
@@ -77,7 +78,7 @@ class Units:
             if ran_out(error):
                 raise
             part = torch.full_like(whole, torch.inf)
-        if not float((part - whole).norm()) <= _AGREE * float(whole.norm()):
+        if not float((part - whole).norm()) <= _AGREE[whole.dtype] * float(whole.norm()):
             return None
         self._kept = kept
         everything = {
@@ -86,3 +87,11 @@ class Units:
         }
         used = self._network.parameters.flatten({**everything, **walks[0].used})
         return None if bool(used.all()) else used.nonzero().squeeze(1)
+
+
+def _names(trained: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(value): name for name, value in trained.items()}
+
+
+def _shapes(layers: list[Layer]) -> list[torch.Size]:
+    return [layer.shape for layer in layers]

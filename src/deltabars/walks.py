@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from deltabars.calls import (
+    DROPOUTS,
+    FACTS,
+    POOLINGS,
+    RELUS,
+    RESHAPES,
+    batch_norm_arguments,
+    changes_its_first,
+    is_plain_layer,
+)
 from deltabars.kept import Kept, Layer
-
-_RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-# What is done to each channel by itself, and keeps zeros zero.
-_CHANNELWISE = {
-    torch.max_pool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.dropout, F.dropout2d,
-}  # fmt: skip
-_RESHAPES = {torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape}
-_FACTS = (int, str, torch.dtype, torch.device, torch.layout)  # that do not depend on values
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class _State:
 class _Walk(TorchFunctionMode):
     """A forward pass in which the outputs of layers are followed to where they are used."""
 
-    def __init__(self, inputs: Iterable[Tensor]) -> None:
+    def __init__(self, inputs: Iterable[Tensor], names: Mapping[int, str]) -> None:
         super().__init__()
+        self._names = names
         self._states: dict[int, tuple[Tensor, _State]] = {}  # with the tensor: identities may recur
         for leaf in inputs:
             if leaf.ndim > 1:
@@ -59,25 +62,30 @@ class _Walk(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         first = args[0] if args else None
         state = self._state(first)
-        if not any(self._state(tensor) for tensor in tensors if tensor is not first):
-            if _is_plain_layer(func, args, state):
+        # Without gradients a tensor may be in the hands of a Function whose backward is its own.
+        if torch.is_grad_enabled() and not any(
+            self._state(tensor) for tensor in tensors if tensor is not first
+        ):
+            if is_plain_layer(func, args, None if state is None else state.full):
                 if state is not None and not state.passed:  # a layer upon a layer
                     self._expose(state)
                     state = None
                 return self._layer(func, args, kwargs, state)
             if state is not None:
-                if func in _RELUS:
+                if func in RELUS:
                     return self._relu(func(*args, **kwargs), state)
-                if func in _CHANNELWISE:
+                if func in DROPOUTS or (func in POOLINGS and args[0].ndim == 4):
                     return self._follow(func(*args, **kwargs), state)
-                if not state.passed and func is F.batch_norm and len(args) == 8 and not args[5]:
-                    return self._follow(self._batch_norm(args, state), state)
-                if state.passed and func in _RESHAPES:
+                if not state.passed and func is F.batch_norm:
+                    arguments = batch_norm_arguments(*args, **kwargs)
+                    if not arguments[5]:
+                        return self._follow(self._batch_norm(arguments, state), state)
+                if state.passed and func in RESHAPES:
                     return self._reshape(func, args, kwargs, state)
         result = self._other(func, args, kwargs)
-        if result is None or not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result)):
+        if result is None or not all(isinstance(leaf, FACTS) for leaf in tree_leaves(result)):
             for tensor in tensors:
-                self._lose(tensor, tensor is first and _changes_its_first(func))
+                self._lose(tensor, tensor is first and changes_its_first(func))
         return result
 
     def _state(self, tensor: Any) -> _State | None:
@@ -94,8 +102,9 @@ class _Walk(TorchFunctionMode):
     def _reshape(self, func: Any, args: Any, kwargs: Any, state: _State) -> Any:
         """Flattening keeps features apart; any other reshaping is not followed."""
         whole = _stand_in(args[0], state)
-        shape = func(whole, *args[1:], **kwargs).shape
-        if shape != whole.flatten(1).shape:
+        like = func(whole, *args[1:], **kwargs)
+        shape = like.shape
+        if shape != whole.flatten(1).shape or like.dtype != whole.dtype:
             return self._other(func, args, kwargs)  # of what has passed a ReLU, which may be seen
         each = shape[1] // state.full
         kept = state.kept
@@ -133,17 +142,40 @@ class _Walk(TorchFunctionMode):
 class Watch(_Walk):
     """A forward pass that is watched.
 
+    Args:
+        inputs: of the network.
+        names: of parameters by the identity of their tensors.
+
     Attributes:
         layers: the calls of layers, in their order.
-        spoilt: whether tensors were changed in a way that cannot be followed.
+        route: what was done with which parameters, in this order.
     """
 
-    def __init__(self, inputs: Iterable[Tensor]) -> None:
-        super().__init__(inputs)
+    def __init__(self, inputs: Iterable[Tensor], names: Mapping[int, str]) -> None:
+        self._versions: dict[int, int] = {}
+        super().__init__(inputs, names)
         self.layers: list[Layer] = []
-        self.spoilt = False
+        self.route: list[tuple[str, ...]] = []
+        self._spoilt = False
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether tensors were changed in a way that cannot be followed, as through a view."""
+        return self._spoilt or any(
+            _version(tensor) != self._versions[key] for key, (tensor, _) in self._states.items()
+        )
+
+    def _follow(self, tensor: Tensor, state: _State) -> Tensor:
+        self._versions[id(tensor)] = _version(tensor)
+        return super()._follow(tensor, state)
+
+    def _note(self, what: str, arguments: Any) -> None:
+        names = [self._names.get(id(leaf)) for leaf in tree_leaves(arguments)]
+        if any(names):
+            self.route.append((what, *filter(None, names)))
 
     def _layer(self, func: Any, args: Any, kwargs: Any, state: _State | None) -> Tensor:
+        self._note("layer", (args, kwargs))
         inputs, weight = args[:2]
         layer = Layer(weight.shape)
         if func is F.linear and state is not None:
@@ -159,14 +191,16 @@ class Watch(_Walk):
         return super()._relu(result, state)
 
     def _batch_norm(self, args: Any, state: _State) -> Tensor:
+        self._note("norm", args)
         return F.batch_norm(*args)
 
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._note("other", (args, kwargs))
         return func(*args, **kwargs)
 
     def _expose(self, state: _State) -> None:
         if state.layer is None or state.passed:
-            self.spoilt = True
+            self._spoilt = True
         else:
             state.layer.exposed = True
 
@@ -189,10 +223,9 @@ class Compact(_Walk):
         inputs: Iterable[Tensor],
         names: Mapping[int, str] | None = None,
     ) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, names or {})
         self.used: dict[str, Tensor] = {}
         self._layers = iter(layers)
-        self._names = names or {}
 
     def _layer(self, func: Any, args: Any, kwargs: Any, state: _State | None) -> Tensor:
         inputs, weight, *rest = args
@@ -256,22 +289,9 @@ class Compact(_Walk):
             raise RuntimeError("A tensor is used otherwise than it was when watched.")
 
 
-def _is_plain_layer(func: Any, args: tuple[Any, ...], state: _State | None) -> bool:
-    """Whether a call is of a layer that takes (B, I), or (B, C, H, W) without groups."""
-    if func not in (F.linear, F.conv2d) or len(args) < 2:
-        return False
-    inputs, weight = args[:2]
-    size = 2 if func is F.linear else 4
-    count = inputs.shape[1] if state is None and inputs.ndim > 1 else getattr(state, "full", 0)
-    return bool(inputs.ndim == weight.ndim == size and weight.shape[1] == count)
-
-
-def _changes_its_first(func: Any) -> bool:
-    """Whether a function writes to its first argument, by its name."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") or name == "__setitem__"
-    return bool(name.endswith("_"))
+def _version(tensor: Tensor) -> int:
+    """A number that each change in place raises, of the tensor itself or of its views."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _stand_in(tensor: Tensor, state: _State) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -44,6 +45,7 @@ class HessianOperator(CurvatureOperator):
         _load_forward_derivatives()
         even = _even_chunk(problem.num_examples, problem.chunk_size.value)
         self._chunk_size = problem.chunk_size.at_most(even)
+        self._compact = problem.units.compact  # what each forward pass is run in
         self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
@@ -107,18 +109,22 @@ class HessianOperator(CurvatureOperator):
         fixed = self._fixed(batch)
         key = tuple(tensor.shape for tensor in fixed)
         if key not in self._parts:
-            # Tensors of their own: a trace tells its arguments apart by identity.
-            tangents = [value.clone() for value in self.problem.network.trained.values()]
-            function = partial(self._derivative, batch.inputs)
-            self._parts[key] = None
-            if len(self._parts) <= _MOST_SHAPES:
-                try:
-                    self._parts[key] = LinearPart(function, fixed, tangents, self.device)
-                except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
-                    if ran_out(error):
-                        del self._parts[key]
-                        raise
+            traced = len(self._parts) < _MOST_SHAPES
+            self._parts[key] = self._trace(batch, fixed) if traced else None
         return self._parts[key]
+
+    def _trace(self, batch: Batch, fixed: list[Tensor]) -> LinearPart | None:
+        # Tensors of their own: a trace tells its arguments apart by identity.
+        tangents = [value.clone() for value in self.problem.network.trained.values()]
+        function = partial(self._derivative, batch.inputs)
+        for _ in range(2):
+            try:
+                return LinearPart(function, fixed, tangents, self.device)
+            except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
+                if ran_out(error):
+                    raise
+                self._compact = _all_units  # it might be that what does not bear it
+        return None
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
         assert batch.targets is not None
@@ -135,11 +141,16 @@ class HessianOperator(CurvatureOperator):
         batch = Batch(map_leaves(lambda _: next(rest), like), targets)
 
         def loss(at: dict[str, Tensor]) -> Tensor:
-            with ConstantWithoutGrad(), self.problem.units.compact(batch.inputs):
+            with ConstantWithoutGrad(), self._compact(batch.inputs):
                 return self.problem.losses(at, batch).sum()
 
         derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
         return tuple(derivative[name] for name in names)
+
+
+def _all_units(inputs: Inputs) -> AbstractContextManager[Any]:
+    """A context to run a forward pass in, as it is."""
+    return nullcontext()
 
 
 def _even_chunk(count: int, most: int) -> int:

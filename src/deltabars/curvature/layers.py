@@ -106,7 +106,7 @@ class Factors:
         batch, count, outputs, _ = self.signals.shape
         if out is None:
             rows = self.signals.flatten(1, 2) @ self.activations  # (B, R·O, I)
-            return rows.view(batch, count, -1)
+            return rows.view(batch, count, outputs * rows.shape[2])
         for r in range(count):
             place = out[:, r].unflatten(1, (outputs, -1))
             torch.bmm(self.signals[:, r], self.activations, out=place)
@@ -130,7 +130,7 @@ class Factors:
         operations for all rows together.
         """
         count, outputs, inputs = basis.shape
-        columns = basis.permute(2, 0, 1).reshape(inputs, -1)  # (I, K·O)
+        columns = basis.permute(2, 0, 1).reshape(inputs, count * outputs)  # (I, K·O)
         for t in range(self.signals.shape[3]):
             shared = (self.activations[:, t] @ columns).unflatten(1, (count, outputs))  # (B, K, O)
             total += self.signals[..., t] @ shared.mT  # (B, R, K)
