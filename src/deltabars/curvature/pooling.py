@@ -44,8 +44,12 @@ def rewrite_poolings(graph: Graph) -> None:
 
 def unpool(pooled: Tensor, indices: Tensor, size: Pair) -> Tensor:
     """Put the values of (B, C, h, w) back where they were taken from in (B, C, *size)."""
-    empty = pooled.new_zeros(*pooled.shape[:-2], size[0] * size[1])
-    filled = empty.scatter(-1, indices.flatten(-2), pooled.flatten(-2))
+    filled = pooled.new_zeros(*pooled.shape[:-2], size[0] * size[1])
+    places, values = indices.flatten(-2), pooled.flatten(-2)
+    if torch._C._functorch.is_batchedtensor(pooled):  # vmap has no rule for the one in place
+        filled = filled.scatter(-1, places, values)
+    else:
+        filled.scatter_(-1, places, values)
     return filled.unflatten(-1, size)
 
 
