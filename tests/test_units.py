@@ -208,6 +208,12 @@ def bits(net, x):
     return net.b(net.a(x + 0.1 * odd).relu()).relu()
 
 
+def compared(net, x):
+    """What is asked of two tensors together may be about their values."""
+    before = net.a(x)
+    return net.b(before if torch.equal(before, x.new_zeros(7, 5)) else before.relu()).relu()
+
+
 DENSE = {
     plain: True, in_place: True, statements: True, methods: True, twice: True, dropped_out: True,
     keywords: True, only_keywords: False, shape_looked_at: True, used_before: False,
@@ -216,7 +222,7 @@ DENSE = {
     weight_elsewhere: False, without_bias: False, three_axes: False, rows_of_sets: True,
     without_gradient: False, partly_without_gradient: False, own_function: False,
     own_function_beside: False, untraceable: True, softplus: False, leaky: False,
-    gelu_and_tanh: False, bits: True, own_function_behind: True,
+    gelu_and_tanh: False, bits: True, own_function_behind: True, compared: False,
 }  # fmt: skip
 
 

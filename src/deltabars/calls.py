@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 # What is done to each channel by itself, and keeps zeros zero.
 DROPOUTS = {F.dropout, F.dropout2d}
 POOLINGS = {torch.max_pool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
 RESHAPES = {torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape}
-FACTS = (int, str, torch.dtype, torch.device, torch.layout)  # that do not depend on values
+_FACTS = (int, str, torch.dtype, torch.device, torch.layout)
 
 
 def is_plain_layer(func: Any, args: tuple[Any, ...], full: int | None) -> bool:
@@ -36,6 +37,11 @@ def batch_norm_arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of `F.batch_norm`, in their order."""
     return input, mean, variance, weight, bias, training, momentum, eps
+
+
+def is_fact(result: Any) -> bool:
+    """Whether a result is about the shape or kind of a tensor, and not about its values."""
+    return result is not None and all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
 
 
 def changes_its_first(func: Any) -> bool:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltabars.calls import (
     DROPOUTS,
-    FACTS,
     POOLINGS,
     RELUS,
     RESHAPES,
     batch_norm_arguments,
     changes_its_first,
+    is_fact,
     is_plain_layer,
 )
 from deltabars.kept import Kept, Layer
@@ -83,7 +83,7 @@ class _Walk(TorchFunctionMode):
                 if state.passed and func in RESHAPES:
                     return self._reshape(func, args, kwargs, state)
         result = self._other(func, args, kwargs)
-        if result is None or not all(isinstance(leaf, FACTS) for leaf in tree_leaves(result)):
+        if len(tensors) > 1 or not is_fact(result):
             for tensor in tensors:
                 self._lose(tensor, tensor is first and changes_its_first(func))
         return result
