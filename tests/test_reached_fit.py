@@ -144,3 +144,14 @@ def test_float32_and_a_small_budget():
     for options in ({"dtype": torch.float32}, {"memory_budget": 1}, {"batch_size": 3}):
         values = fitted("opg", 9, **options).spectra["opg"].values
         torch.testing.assert_close(values, exact.spectra["opg"].values, rtol=1e-5, atol=0)
+
+
+def test_how_many_parameters_are_reached_is_told():
+    model, inputs, targets = setting()
+    first = model[:2](inputs).any(0).sum()
+    second = model[:4](inputs).any(0).sum()
+    expected = int(first * (5 + 1) + second * (first + 1) + 3 * (second + 1))  # five inputs count
+    assert fitted("opg", 5).diagnostics["parameters_reached"] == num_reached() == expected
+    smooth = nn.Sequential(model[0], nn.Tanh(), model[2])
+    whole = deltabars.fit(smooth, (inputs + 3, targets), l2=STRONG, rank=5, progress=False)
+    assert whole.diagnostics["parameters_reached"] == whole.num_parameters
