@@ -127,6 +127,13 @@ class TestRuns:
         assert errors["error"] < 1e-5  # of a float32 product
         assert errors["values"] < 1e-4  # residuals of 1e-5, values from 0.01 on
 
+    def test_predictions_are_checked_in_float64(self, small):
+        found = record(small[0], "predict")["raw"]["paper"]["errors"]
+        assert found.keys() == {"hessian", "opg", "sandwich"}
+        assert max(found.values()) < 1e-3  # float32 standard deviations of the same eigenpairs
+        timed = [m for m in record(small[0], "predict")["measures"] if "images" in m["what"]]
+        assert [m["accuracy"] for m in timed] == [found["opg"], max(found.values())]
+
     def test_gpu_size_on_a_cpu(self, tmp_path):
         works = ["hessian", "hessian1500", "opg", "predict"]
         report, shown = run(TINY_GPU, works, Sources(cache=tmp_path))

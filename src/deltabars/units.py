@@ -13,7 +13,7 @@ The units are watched while the gradient of the cost is computed (`Units.watch`)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -52,9 +52,14 @@ class Units:
         else:  # the way through the network is not always the same
             self._layers = []
 
+    @property
+    def any_silent(self) -> bool:
+        """Whether there is anything to leave out."""
+        return bool(self._kept)
+
     def compact(self, inputs: Inputs) -> AbstractContextManager[Any]:
         """A context to run a forward pass in, which leaves out the units that are silent."""
-        return Compact(self._kept, leaves(inputs)) if self._kept else nullcontext()
+        return Compact(self._kept, leaves(inputs))
 
     def reached(self, inputs: Inputs) -> Tensor | None:
         """The places in ω of the parameters that the examples reach, ascending; None for all.

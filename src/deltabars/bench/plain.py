@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Data = tuple[Tensor, Tensor]  # images (n, …) and classes (n,)
+Pairs = tuple[Tensor, Tensor]  # eigenvalues (K,), descending, and eigenvectors (K, P)
 
 _CHUNK = {"cpu": 256}  # examples; as deltabars' own, which were chosen by measurement
 _CHUNK_ELSEWHERE = 2048
@@ -95,6 +96,35 @@ def exact_logit_std(model: nn.Module, data: Data, images: Tensor, l2: float) -> 
     _, rows = _logit_jacobian(model, images.double())
     whitened = torch.linalg.solve_triangular(factor, rows.flatten(0, 1).T, upper=False)
     return whitened.square().sum(0).sqrt().view(rows.shape[:2])
+
+
+def low_rank_stds(
+    model: nn.Module, images: Tensor, pairs: Mapping[str, Pairs], l2: float, count: int
+) -> dict[str, Tensor]:
+    """The standard deviations (B, C) of probabilities from eigenpairs of H and G, in float64.
+
+    By the matrices themselves: H⁻¹/N, G⁻¹/N and H⁻¹GH⁻¹/N, with the eigenvalues that are not given
+    set to λ̃ = 2/(1/λ + 1/λ_K). Memory: B·C·P numbers.
+    """
+    logits, rows = _logit_jacobian(copy.deepcopy(model).double(), images.double())
+    shares = logits.softmax(1)
+    inner = torch.diag_embed(shares) - shares[:, :, None] * shares[:, None]
+    rows = inner @ rows  # F (B, C, P)
+
+    def times(name: str, vectors: Tensor, power: int) -> Tensor:
+        values, basis = pairs[name]
+        values, basis = values[values > 0].double(), basis[values > 0].double()
+        tail = 2 / (1 / l2 + 1 / float(values[-1]))
+        inside = vectors @ basis.T
+        return (inside * (values**power - tail**power)) @ basis + tail**power * vectors
+
+    solved = times("hessian", rows, -1)
+    variances = {
+        "hessian": (rows * solved).sum(-1),
+        "opg": (rows * times("opg", rows, -1)).sum(-1),
+        "sandwich": (solved * times("opg", solved, 1)).sum(-1),
+    }
+    return {name: (variance / count).sqrt() for name, variance in variances.items()}
 
 
 def _logit_jacobian(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from deltabars.recipes.paper import L2
 _PEER_BATCHES = (250, 500)  # images at a time; the fastest counts
 _REPEATS = 3  # on the digits, whose tasks are many
 _EXACT = 1e-3  # of a standard deviation
+_CHECKED = 8  # images on the paper's network
 _THREE = ["hessian", "opg", "sandwich"]
 
 
@@ -124,12 +125,16 @@ def _on_paper_network(bench: Bench) -> Record:
             bench.device,
             size.repeats,
         )
+    errors = _errors_of(bench, fit, images[:_CHECKED])
+    accuracy = {"one": errors["opg"], "three": max(errors.values())}
     base = median(seconds["forward"])
     texts = {"one": "opg alone", "three": "all three"}
     measures = [
         Measure(
             f"{len(images):,} images, K={size.predict_rank}, {text}",
             seconds[name],
+            accuracy=accuracy[name],
+            accuracy_of="std",
             goal=goal(size.name, f"predict {name}"),
         )
         for name, text in texts.items()
@@ -140,8 +145,20 @@ def _on_paper_network(bench: Bench) -> Record:
         )
         for name, text in texts.items()
     ]
-    raw = {"paper": {"images": len(images), "rank": size.predict_rank, "seconds": seconds}}
+    raw = {
+        "paper": {
+            "images": len(images), "rank": size.predict_rank, "seconds": seconds, "errors": errors,
+        }
+    }  # fmt: skip
     return Record("predict", tuple(measures), notes, raw)
+
+
+def _errors_of(bench: Bench, fit: deltabars.DeltaFit, images: Tensor) -> dict[str, float]:
+    """How far standard deviations are from those of the same eigenpairs in float64, mean."""
+    pairs = {name: (found.values, found.vectors) for name, found in fit.spectra.items()}
+    exact = plain.low_rank_stds(bench.subject.model, images, pairs, L2, fit.num_examples)
+    ours = fit.predict(images, estimator=_THREE)
+    return {name: _mean_difference(ours[name].std, exact[name]) for name in _THREE}
 
 
 def _sandwich(bench: Bench) -> tuple[deltabars.DeltaFit, tuple[str, ...]]:

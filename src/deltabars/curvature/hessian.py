@@ -45,7 +45,8 @@ class HessianOperator(CurvatureOperator):
         _load_forward_derivatives()
         even = _even_chunk(problem.num_examples, problem.chunk_size.value)
         self._chunk_size = problem.chunk_size.at_most(even)
-        self._compact = problem.units.compact  # what each forward pass is run in
+        # What each forward pass is run in.
+        self._compact = problem.units.compact if problem.units.any_silent else _all_units
         self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
@@ -117,14 +118,15 @@ class HessianOperator(CurvatureOperator):
         # Tensors of their own: a trace tells its arguments apart by identity.
         tangents = [value.clone() for value in self.problem.network.trained.values()]
         function = partial(self._derivative, batch.inputs)
-        for _ in range(2):
+        while True:
             try:
                 return LinearPart(function, fixed, tangents, self.device)
             except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
                 if ran_out(error):
                     raise
-                self._compact = _all_units  # it might be that what does not bear it
-        return None
+            if self._compact is _all_units:
+                return None
+            self._compact = _all_units  # slices might be what it does not bear
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
         assert batch.targets is not None
