@@ -17,10 +17,10 @@ from deltabars.bench.results import Measure
 from deltabars.bench.runner import WORKS, run_bench
 from deltabars.bench.sizes import GPU, SMALL
 from deltabars.bench.sources import Sources
+from deltabars.bench.subject import fresh_network
 from deltabars.cli import main
 from deltabars.commands import bench
 from deltabars.errors import BadValueError
-from deltabars.recipes.paper import paper_network
 from tests.test_recipes_paper import idx_bytes
 
 TINY = {
@@ -90,7 +90,7 @@ def reference_files(tmp_path_factory):
         (folder / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images))
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(images[:, 0, 0] % 10))
     np.savez(
-        folder / "weights.npz", **{n: v.numpy() for n, v in paper_network().state_dict().items()}
+        folder / "weights.npz", **{n: v.numpy() for n, v in fresh_network().state_dict().items()}
     )
     np.savez(folder / "published.npz", hessian=np.array([2.0, 1.0]), opg=np.array([2.0, 1.0]))
     return folder

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deltabars.errors import BadValueError, DataError, ModelError
-from deltabars.recipes.paper import PaperNetwork, load_weights, paper_network, read_idx, read_mnist
+from deltabars.recipes.images import read_idx, read_mnist
+from deltabars.recipes.paper import PaperNetwork, load_weights, paper_network
 
 IMAGES = np.arange(3 * 28 * 28, dtype=np.uint32).astype(np.uint8).reshape(3, 28, 28)
 LABELS = np.array([7, 0, 9], dtype=np.uint8)
@@ -139,4 +140,4 @@ def test_images_and_labels_must_belong_together(tmp_path):
 
 def test_unknown_part(tmp_path):
     with pytest.raises(BadValueError, match="part: expected one of"):
-        read_mnist(tmp_path, "test")
+        read_mnist(tmp_path, "t10k")

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from deltabars import Problem, eigen
 from deltabars.curvature import HessianOperator, OPGOperator
-from deltabars.recipes.paper import L2, load_weights, read_mnist
+from deltabars.recipes.images import read_mnist
+from deltabars.recipes.paper import L2, load_weights
 
 DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
@@ -102,7 +103,7 @@ def assert_solvers_agree(pairs):
 
 
 def test_reference_weights_classify_unseen_digits(model):
-    images, labels = read_part("t10k")
+    images, labels = read_part("test")
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).double().mean()
     assert accuracy > 0.96  # 0.981 on all 10,000; 1,000 of them vary by 0.4 %

@@ -1,12 +1,13 @@
-"""The paper's MNIST network, its reference weights, and MNIST's files."""
+"""The paper's two networks, how they are trained, and their weights in files."""
 
 from __future__ import annotations
 
-import gzip
 import zipfile
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,48 +15,138 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deltabars.errors import BadValueError, DataError, ModelError
+from deltabars.recipes.images import Reader, read_cifar10, read_mnist
 
 L2 = 0.01
-PARTS = ("train", "t10k")  # MNIST's own names of its training and test files
-_GZIP = b"\x1f\x8b"
-_BYTES = 8  # the code of unsigned bytes in an idx header
+BATCH = 100
+# What numpy and zipfile raise of a file that is altered or is no .npz at all.
+_BROKEN = (
+    OSError, ValueError, EOFError, TypeError, AttributeError, KeyError, RuntimeError,
+    SyntaxError, zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of the paper's experiments (its section on classifiers, parameters and training).
+
+    Attributes:
+        name: of the data, as the command line has it.
+        title: the same in print.
+        read: reads `"train"` or `"test"` from a folder.
+        channels, side: of the images.
+        train_images, test_images: how many there are of them.
+        class_names: what the classes are called.
+        schedule: the learning rate from a step on: (step, rate) pairs.
+        steps: after which training stops.
+        rank: K of the paper.
+    """
+
+    name: str
+    title: str
+    read: Reader
+    channels: int
+    side: int
+    train_images: int
+    test_images: int
+    class_names: tuple[str, ...]
+    schedule: tuple[tuple[int, float], ...]
+    steps: int
+    rank: int
+
+
+MNIST = Recipe(
+    name="mnist",
+    title="MNIST",
+    read=read_mnist,
+    channels=1,
+    side=28,
+    train_images=60_000,
+    test_images=10_000,
+    class_names=tuple("0123456789"),
+    schedule=((0, 1e-3), (60_000, 1e-4), (70_000, 1e-5), (80_000, 1e-6)),
+    steps=90_000,
+    rank=1_500,
+)
+CIFAR10 = Recipe(
+    name="cifar10",
+    title="CIFAR-10",
+    read=read_cifar10,
+    channels=3,
+    side=32,
+    train_images=50_000,
+    test_images=10_000,
+    class_names=(
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    ),
+    schedule=((0, 1e-3), (55_000, 1e-4), (85_000, 1e-5), (95_000, 1e-6), (105_000, 1e-7)),
+    steps=115_000,
+    rank=2_500,
+)  # fmt: skip
+RECIPES = {recipe.name: recipe for recipe in (MNIST, CIFAR10)}
 
 
 class PaperNetwork(nn.Module):
-    """Three convolutions, two poolings, two dense layers, for scans of 28×28: P = 93,322."""
+    """Three convolutions, two poolings, two dense layers.
 
-    def __init__(self) -> None:
+    P = 93,322 for scans of 28×28 (MNIST), 122,570 for colour images of 32×32 (CIFAR-10).
+    """
+
+    def __init__(self, channels: int = 1, side: int = 28) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv1 = nn.Conv2d(channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.conv3 = nn.Conv2d(64, 64, 3)
-        self.fc1 = nn.Linear(576, 64)
+        self.fc1 = nn.Linear(64 * last_side(side) ** 2, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits (B, 10) of scans (B, 1, 28, 28)."""
+        """The logits (B, 10) of images (B, channels, side, side)."""
         x = functional.max_pool2d(self.conv1(images).relu(), 2)
         x = functional.max_pool2d(self.conv2(x).relu(), 2)
         x = self.conv3(x).relu().flatten(1)
         return cast(Tensor, self.fc2(self.fc1(x).relu()))
 
 
-def paper_network(seed: int = 0) -> PaperNetwork:
-    """The network before training, with random weights of that seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return PaperNetwork()
+def last_side(side: int) -> int:
+    """The side of the last convolution's output: two poolings, three 3×3 without padding."""
+    return ((side - 2) // 2 - 2) // 2 - 2
 
 
-def load_weights(path: Path) -> PaperNetwork:
+def blank_network(recipe: Recipe) -> PaperNetwork:
+    """The network with weights that nobody has chosen, ready to predict."""
+    with torch.random.fork_rng(devices=[]):  # torch draws some; the caller's numbers stay
+        return PaperNetwork(recipe.channels, recipe.side).eval()
+
+
+def paper_network(seed: int = 0, recipe: Recipe = MNIST) -> PaperNetwork:
+    """The network before training: weights from N(0, 1), biases zero.
+
+    They are drawn on the CPU, so that a seed means the same weights on every device.
+    """
+    network = blank_network(recipe).train()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                parameter.zero_()
+            else:
+                parameter.normal_(generator=generator)
+    return network
+
+
+def load_weights(path: Path, recipe: Recipe = MNIST) -> PaperNetwork:
     """The network with the weights of an .npz file, one array a parameter by its name.
+
+    Single numbers in the file, such as the seconds that a training took, are left out.
 
     Raises:
         ModelError: the file is missing, is not such a file, or holds other arrays.
     """
-    network = PaperNetwork()
-    arrays = read_arrays(path, "Weights", ModelError)
-    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    found_there = read_arrays(path, "Weights", ModelError)
+    arrays = {name: value for name, value in found_there.items() if value.ndim}
+    blank = blank_network(recipe).state_dict()
+    expected = {name: tuple(value.shape) for name, value in blank.items()}
     found = {name: value.shape for name, value in arrays.items()}
     if expected != found:
         other = sorted(set(expected.items()) ^ set(found.items()))
@@ -63,8 +154,14 @@ def load_weights(path: Path) -> PaperNetwork:
             f"Weights: expected arrays with the names and shapes of the paper's network, got "
             f"others in {path} (of {other[0][0]!r}, for one)."
         )
+    return with_weights(recipe, arrays)
+
+
+def with_weights(recipe: Recipe, arrays: Mapping[str, np.ndarray]) -> PaperNetwork:
+    """The network with the given weights, ready to predict."""
+    network = blank_network(recipe)
     network.load_state_dict({name: torch.from_numpy(value) for name, value in arrays.items()})
-    return network.eval()
+    return network
 
 
 def read_arrays(
@@ -76,91 +173,7 @@ def read_arrays(
             return {name: arrays[name] for name in arrays}
     except FileNotFoundError as error:
         raise kind(f"{what}: expected an .npz file, got {path}, which does not exist.") from error
-    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except _BROKEN as error:
         raise kind(
             f"{what}: expected an .npz file, got {path}, which is truncated or is none."
         ) from error
-
-
-def read_mnist(
-    folder: Path, part: str = "train", count: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """MNIST's scans (n, 1, 28, 28) with pixels in [0, 1], and their classes (n,).
-
-    Args:
-        folder: holds the idx files as they are downloaded, plain or gzipped.
-        part: `"train"` (60,000 scans) or `"t10k"` (10,000).
-        count: how many, from the first on; all by default.
-
-    Raises:
-        DataError: a file is missing, truncated, or not what its name says.
-    """
-    if part not in PARTS:
-        raise BadValueError(f"part: expected one of {PARTS}, got {part!r}.")
-    images = read_idx(_find(folder, f"{part}-images-idx3-ubyte"), count)
-    labels = read_idx(_find(folder, f"{part}-labels-idx1-ubyte"), count)
-    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-        raise DataError(
-            f"MNIST: expected n images of two dimensions and n labels, got shapes "
-            f"{tuple(images.shape)} and {tuple(labels.shape)} in {folder}."
-        )
-    return images[:, None].float() / 255, labels.long()
-
-
-def read_idx(path: Path, count: int | None = None) -> Tensor:
-    """The items of an idx file of bytes, plain or gzipped: (n, …), uint8.
-
-    Args:
-        path: the file; whether it is gzipped is seen from its content.
-        count: how many items, from the first on; all by default.
-
-    Raises:
-        DataError: the file is missing, truncated, too long, or not an idx file of bytes.
-    """
-    try:
-        with path.open("rb") as raw:
-            zipped = raw.read(2) == _GZIP
-            raw.seek(0)
-            if not zipped:
-                return _items(raw, path, count)
-            with gzip.open(raw) as file:
-                return _items(cast(BinaryIO, file), path, count)
-    except FileNotFoundError as error:
-        raise DataError(f"idx file: expected one at {path}, got nothing there.") from error
-    except (EOFError, zlib.error) as error:
-        raise DataError(f"idx file: expected a whole gzip file, got {path} cut short.") from error
-    except OSError as error:
-        raise DataError(f"idx file: expected one that can be read, got {path}: {error}.") from error
-
-
-def _items(file: BinaryIO, path: Path, count: int | None) -> Tensor:
-    head = file.read(4)
-    if len(head) < 4 or head[:3] != bytes([0, 0, _BYTES]) or not 1 <= head[3] <= 4:
-        raise DataError(
-            f"idx file: expected the magic number of an idx file of bytes (00 00 08 and the "
-            f"dimensions), got {head.hex(' ') or 'an empty file'} in {path}."
-        )
-    lengths = file.read(4 * head[3])
-    if len(lengths) < 4 * head[3]:
-        raise DataError(f"idx file: expected {head[3]} dimensions, got {path} cut short.")
-    shape = [int(length) for length in np.frombuffer(lengths, dtype=">u4")]
-    if count is not None:
-        if not 1 <= count <= shape[0]:
-            raise DataError(f"idx file: expected {count} items or more, got {shape[0]} in {path}.")
-        shape[0] = count
-    size = int(np.prod(shape))
-    items = file.read(size)
-    rest = file.read(1) if count is None else b""
-    if len(items) < size or rest:
-        raise DataError(
-            f"idx file: expected {size} bytes after the header, got "
-            f"{'more' if rest else len(items)} in {path}."
-        )
-    return torch.from_numpy(np.frombuffer(items, dtype=np.uint8).reshape(shape).copy())
-
-
-def _find(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    raise DataError(f"MNIST: expected {name} or {name}.gz in the folder {folder}, got neither.")
