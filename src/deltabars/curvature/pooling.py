@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from deltabars.curvature.graphs import arguments, calls, each, kind, replace, shape_of
+from deltabars.curvature.ordering import in_any_order
 
 aten = torch.ops.aten
 
@@ -46,10 +47,11 @@ def unpool(pooled: Tensor, indices: Tensor, size: Pair) -> Tensor:
     """Put the values of (B, C, h, w) back where they were taken from in (B, C, *size)."""
     filled = pooled.new_zeros(*pooled.shape[:-2], size[0] * size[1])
     places, values = indices.flatten(-2), pooled.flatten(-2)
-    if torch._C._functorch.is_batchedtensor(pooled):  # vmap has no rule for the one in place
-        filled = filled.scatter(-1, places, values)
-    else:
-        filled.scatter_(-1, places, values)
+    with in_any_order():  # no place is filled twice
+        if torch._C._functorch.is_batchedtensor(pooled):  # vmap has no rule for the one in place
+            filled = filled.scatter(-1, places, values)
+        else:
+            filled.scatter_(-1, places, values)
     return filled.unflatten(-1, size)
 
 

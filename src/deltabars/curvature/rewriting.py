@@ -3,6 +3,7 @@
 * Zeros that automatic differentiation adds are left out.
 * Around a pooling, what can be done to the pooled tensor is (see `pooling`).
 * Convolutions take the forms that the device is fastest at (see `convolutions`).
+* What is written to places that all differ needs no order (see `ordering`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.fx import Graph, Node
 
 from deltabars.curvature.convolutions import rewrite_convolutions
 from deltabars.curvature.graphs import kind
+from deltabars.curvature.ordering import rewrite_placings
 from deltabars.curvature.pooling import rewrite_poolings
 
 aten = torch.ops.aten
@@ -45,6 +47,7 @@ def rewrite(graph: Graph, tangents: Sequence[Node], device: torch.device) -> Non
     _leave_out_zeros(graph)
     rewrite_poolings(graph)
     rewrite_convolutions(graph, tangents, device)
+    rewrite_placings(graph)
     graph.eliminate_dead_code()
     graph.lint()
 
