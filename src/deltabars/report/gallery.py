@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deltabars.errors import MissingDependencyError, StorageError
+from deltabars.report.style import house_style, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,14 @@ class Row:
 
 def save_gallery(path: str | os.PathLike[str], title: str, rows: Sequence[Row]) -> None:
     """Draw rows of grey pictures into an image file."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'deltabars[demo]'."
-        ) from error
+    save(draw_gallery(title, rows), path)
+
+
+@house_style()
+def draw_gallery(title: str, rows: Sequence[Row]) -> Figure:
+    """Rows of grey pictures, dark on white, with their captions."""
     columns = max(len(row.images) for row in rows)
-    figure = Figure(figsize=(1.35 * columns, 2.3 * len(rows) + 0.5), layout="constrained")
+    figure = new_figure(1.35 * columns, 2.15 * len(rows) + 0.4)
     figure.suptitle(title, fontsize=13)
     for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False).flat, rows, strict=True):
         part.suptitle(row.title, fontsize=11, x=0.01, ha="left")
@@ -39,9 +43,7 @@ def save_gallery(path: str | os.PathLike[str], title: str, rows: Sequence[Row]) 
             axes.set_xlabel(caption, fontsize=8)
             axes.set_xticks([])
             axes.set_yticks([])
+            axes.spines[:].set_visible(True)
         for axes in places[len(row.images) :]:
             axes.set_axis_off()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise StorageError(f"Cannot write {path}: {error.strerror or error}") from error
+    return figure
