@@ -147,8 +147,6 @@ class DeltaFit:
         check_space(space)
         if bound not in BOUNDS:
             raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
-        if not isinstance(full_rank, bool):
-            raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         if bound == "paper" and not full_rank:
             raise BadValueError(
                 "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
@@ -195,12 +193,15 @@ class DeltaFit:
             moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
         return moved
 
-    def sample(self, n: int, seed: int = 0) -> Tensor:
-        """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the full-rank covariance of the fit.
+    def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
+        """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
 
         ω = ω̂ + N^{-½}(Q Λ^{-½} Qᵀz + λ̃^{-½}(z − QQᵀz)) with z ~ N(0, I); for the sandwich
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
         `fit.network.parameters.unflatten`.
+
+        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, which can
+        lead far out of where a network is linear; `full_rank=False` takes the K directions alone.
         """
         if not is_whole(n) or n < 1:
             raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
@@ -212,7 +213,7 @@ class DeltaFit:
         noise = noise.to(self.network.device, self.network.dtype)
         vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
         with full_precision(self.network.device):
-            covariance = self._covariance(self.estimator, self.rank, True)
+            covariance = self._covariance(self.estimator, self.rank, full_rank)
             return self.network.point + covariance.root(vectors, noise)
 
     def save(self, path: Any) -> None:
@@ -257,6 +258,8 @@ class DeltaFit:
         return inner(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
     def _covariance(self, estimator: str, rank: int, full_rank: bool) -> Covariance:
+        if not isinstance(full_rank, bool):
+            raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         key = (estimator, rank, full_rank)
         if key not in self._covariances:
             self._covariances[key] = build_covariance(
