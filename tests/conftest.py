@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.networks import NETWORKS, Case, make_case
+from tests.scans import QUICK, Run, deltabars, write_scans
 
 # The networks are tiny: threads would only wait for one another, badly so on a busy machine.
 torch.set_num_threads(1)
@@ -22,3 +23,18 @@ def case(request) -> Case:
 @pytest.fixture
 def dense_case() -> Case:
     return cached_case("dense")
+
+
+@pytest.fixture(scope="session")
+def scans(tmp_path_factory):
+    """A folder of files in MNIST's format."""
+    return write_scans(tmp_path_factory.mktemp("scans"))
+
+
+@pytest.fixture(scope="session")
+def quick_run(scans, tmp_path_factory) -> Run:
+    """`deltabars reproduce` with as little of everything as there can be."""
+    out = tmp_path_factory.mktemp("reproduction") / "out"
+    done = deltabars("reproduce", "mnist", "--data", scans, "--out", out, *QUICK, "--quiet")
+    assert done.returncode == 0, done.stderr
+    return Run(scans, out, done)

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import deltabars
-from deltabars.commands import bench, demo
+from deltabars.commands import bench, demo, reproduce
 from deltabars.errors import DeltaBarsError
 
-_COMMANDS = (demo, bench)
+_COMMANDS = (demo, reproduce, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            options.run(options)
     except DeltaBarsError as error:
         print(f"deltabars: {error}", file=sys.stderr)
         return 1
@@ -28,6 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("deltabars: interrupted", file=sys.stderr)
         return 1
     return 0
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as one line, without the place in the code that gave it."""
+    print(f"deltabars: warning: {message}", file=file or sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

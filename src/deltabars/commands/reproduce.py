@@ -1,0 +1,130 @@
+"""`deltabars reproduce`: the paper's networks, table and figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltabars.errors import BadValueError
+from deltabars.recipes.paper import RECIPES, blank_network, load_weights
+from deltabars.reproduction.published import beside_published
+from deltabars.reproduction.settings import paper_size, small_size
+
+_DESCRIPTION = """\
+Train the paper's network, fit the hessian, opg and sandwich estimators at the paper's K, put error
+bars on all training and test images, and write results.json and every figure of the paper. Each
+stage is kept in OUT/stages: a run that was stopped goes on where it was. The paper's size is for a
+GPU; --small takes about three minutes on two cores.
+"""
+_EPILOG = """\
+DIR holds the files as they are downloaded: for mnist the four idx files, plain or gzipped
+(train-images-idx3-ubyte, …); for cifar10 the binary version (data_batch_1.bin … test_batch.bin).
+
+examples:
+  deltabars reproduce mnist --data mnist/ --small
+  deltabars reproduce mnist --data mnist/ --out results/mnist
+  deltabars reproduce cifar10 --data cifar-10-batches-bin/ --bootstrap 16
+"""
+_COUNTS = {
+    "rank": "K, the number of eigenpairs",
+    "steps": "training steps",
+    "initialisations": "networks in the spread of the spectra, the main one included",
+    "hessians": "of how many of them the spectrum of H is computed",
+    "bootstrap": "bootstrap replicates, with fixed and as many with varying initial weights",
+    "samples": "networks drawn by the sampler",
+}
+_AT_LEAST_ONE = ("rank", "steps", "initialisations", "hessians")
+_NOT_ONE = ("bootstrap", "samples")
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="the paper's networks, table and figures",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("experiment", choices=sorted(RECIPES, reverse=True), help="which of the paper's two")
+    add("--data", type=Path, required=True, metavar="DIR", help="the downloaded files")
+    add("--out", type=Path, metavar="OUT", help="default: reproduction-EXPERIMENT[-small]")
+    add("--small", action="store_true", help="a taste: 600 images, 20 eigenpairs, few networks")
+    add("--weights", type=Path, metavar="FILE", help="trained weights, .npz, instead of training")
+    add("--seed", type=int, default=0, help="of everything that is drawn (default: 0)")
+    for name, text in _COUNTS.items():
+        add(f"--{name}", type=int, metavar="N", help=text)
+    add("--device", help="default: cuda where there is one, else cpu")
+    add("--any-order", action="store_true", help="do not insist on the same bits in every run")
+    add("--fresh", action="store_true", help="throw kept stages away first")
+    add("--quiet", action="store_true", help="no progress")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the reproduction and print its numbers beside the paper's."""
+    from deltabars.reproduction.experiment import Options
+    from deltabars.reproduction.runner import reproduce
+
+    recipe = RECIPES[options.experiment]
+    size = small_size(recipe) if options.small else paper_size(recipe)
+    counts = {name: getattr(options, name) for name in _COUNTS}
+    for name, value in counts.items():
+        least = 1 if name in _AT_LEAST_ONE else 0
+        if value is not None and value < least:
+            raise BadValueError(f"--{name}: expected a whole number from {least} on, got {value}.")
+        if name in _NOT_ONE and value == 1:
+            raise BadValueError(
+                f"--{name}: expected 0 or a whole number from 2 on, got 1, which has no std."
+            )
+    size = replace(size, **{name: value for name, value in counts.items() if value is not None})
+    most = sum(parameter.numel() for parameter in blank_network(recipe).parameters())
+    if size.rank > most:
+        raise BadValueError(f"--rank: expected at most the {most} parameters, got {size.rank}.")
+    if not 0 <= options.seed < 2**31:
+        raise BadValueError(f"--seed: expected a whole number from 0 on, got {options.seed}.")
+    suffix = "-small" if options.small else ""
+    out = options.out or Path(f"reproduction-{recipe.name}{suffix}")
+    if not options.data.is_dir():
+        raise BadValueError(f"--data: expected a folder, got {options.data}, which is none.")
+    chosen = Options(
+        data=options.data,
+        out=out,
+        seed=options.seed,
+        weights=None if options.weights is None else load_weights(options.weights, recipe),
+        device=_device(options.device),
+        deterministic=not options.any_order,
+        fresh=options.fresh,
+        progress=not options.quiet,
+    )
+    results = reproduce(recipe, size, chosen, _ignore if options.quiet else _say)
+    print(beside_published(recipe.name, results))
+    if options.small:
+        print("\nThe paper's numbers are of the whole data set; a small run only shows the way.")
+    print(f"\nAll numbers: {out / 'results.json'}; the figures are beside it.")
+
+
+def _device(asked: str | None) -> torch.device:
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
+    return device
+
+
+def _say(line: str) -> None:
+    print(f"… {line}", file=sys.stderr, flush=True)
+
+
+def _ignore(line: str) -> None:
+    """Say nothing."""

@@ -1,0 +1,54 @@
+"""A reproduction from its first stage to its last."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from deltabars.recipes.paper import Recipe
+from deltabars.reproduction.curves import surfaces
+from deltabars.reproduction.determinism import same_bits
+from deltabars.reproduction.experiment import Experiment, Options
+from deltabars.reproduction.pictures import draw
+from deltabars.reproduction.settings import Size
+from deltabars.reproduction.stages import write_text
+from deltabars.reproduction.summary import (
+    ensemble_results,
+    foreign_results,
+    main_results,
+    spread_results,
+)
+
+_ROW_OF_NUMBERS = re.compile(r"\[[\d\s.,e+-]+\]")
+
+
+def reproduce(
+    recipe: Recipe, size: Size, options: Options, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run all stages that are not there yet; write results.json and the figures.
+
+    Returns:
+        What is in results.json.
+    """
+    with same_bits(options.deterministic):
+        experiment = Experiment(recipe, size, options, say)
+        results = main_results(experiment)
+        _write(options, results)  # the paper's table stands, whatever happens to the rest
+        surfaces(experiment)
+        results["foreign"] = foreign_results(experiment)
+        results["initialisations"] = spread_results(experiment)
+        results |= ensemble_results(experiment)
+        _write(options, results)
+        draw(experiment, say)
+    return results
+
+
+def _write(options: Options, results: dict[str, Any]) -> None:
+    text = json.dumps(results, indent=1, allow_nan=False)
+    write_text(options.out / "results.json", _ROW_OF_NUMBERS.sub(_on_one_line, text))
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return " ".join(numbers.group().split())
