@@ -150,7 +150,7 @@ class TestSpectra:
         assert spread["cost"][0] == results["training"]["cost"]
         assert spread["cost"][1] != spread["cost"][0]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
-        own = quick_run.stage("initialisations-2-seed-1-opg")["opg"]
+        own = quick_run.stage("initialisations-2-seed-1-opg-5")["opg"]
         assert spread["opg"][1] == pytest.approx(own.tolist(), rel=1e-4)  # five digits
 
 

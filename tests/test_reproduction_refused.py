@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.scans import QUICK, deltabars, idx_bytes, only_line, run
     [
         (("--rank", 0), "--rank: expected a whole number from 1 on, got 0"),
         (("--rank", 93_323), "--rank: expected at most the 93322 parameters, got 93323"),
+        (("--hessian-rank", 93_323), "--hessian-rank: expected at most the 93322 parameters"),
         (("--steps", 0), "--steps: expected a whole number from 1 on, got 0"),
         (("--samples", -1), "--samples: expected a whole number from 0 on, got -1"),
         (("--samples", 1), "--samples: expected 0 or a whole number from 2 on, got 1"),
@@ -60,6 +62,15 @@ def test_data(tmp_path, capsys, recipe):
     assert run(recipe, "--data", tmp_path / "empty", "--small", "--out", out) == 1
     assert str(tmp_path / "empty") in only_line(capsys)
     assert not out.exists()
+
+
+def test_missing_matplotlib_is_known_before_anything_is_computed(
+    scans, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("mnist", "--data", scans, "--small", "--out", tmp_path / "out") == 1
+    assert "pip install 'deltabars[figures]'" in only_line(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_few_images(scans, tmp_path, capsys):

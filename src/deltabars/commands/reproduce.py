@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from deltabars.errors import BadValueError
-from deltabars.recipes.paper import RECIPES, blank_network, load_weights
+from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
 from deltabars.reproduction.published import beside_published
-from deltabars.reproduction.settings import paper_size, small_size
+from deltabars.reproduction.settings import Size, paper_size, small_size
 
 _DESCRIPTION = """\
 Train the paper's network, fit the hessian, opg and sandwich estimators at the paper's K, put error
 bars on all training and test images, and write results.json and every figure of the paper. Each
 stage is kept in OUT/stages: a run that was stopped goes on where it was. The paper's size is for a
-GPU; --small takes about three minutes on two cores.
+GPU; --small takes about two minutes on two cores.
 """
 _EPILOG = """\
 DIR holds the files as they are downloaded: for mnist the four idx files, plain or gzipped
@@ -35,11 +35,13 @@ _COUNTS = {
     "steps": "training steps",
     "initialisations": "networks in the spread of the spectra, the main one included",
     "hessians": "of how many of them the spectrum of H is computed",
+    "hessian-rank": "how many eigenvalues of it, of all but the main network (default: K)",
     "bootstrap": "bootstrap replicates, with fixed and as many with varying initial weights",
     "samples": "networks drawn by the sampler",
 }
-_AT_LEAST_ONE = ("rank", "steps", "initialisations", "hessians")
+_AT_LEAST_ONE = ("rank", "steps", "initialisations", "hessians", "hessian-rank")
 _NOT_ONE = ("bootstrap", "samples")
+_RANKS = ("rank", "hessian-rank")
 
 
 def register(commands: Any) -> None:
@@ -73,20 +75,7 @@ def run(options: argparse.Namespace) -> None:
     from deltabars.reproduction.runner import reproduce
 
     recipe = RECIPES[options.experiment]
-    size = small_size(recipe) if options.small else paper_size(recipe)
-    counts = {name: getattr(options, name) for name in _COUNTS}
-    for name, value in counts.items():
-        least = 1 if name in _AT_LEAST_ONE else 0
-        if value is not None and value < least:
-            raise BadValueError(f"--{name}: expected a whole number from {least} on, got {value}.")
-        if name in _NOT_ONE and value == 1:
-            raise BadValueError(
-                f"--{name}: expected 0 or a whole number from 2 on, got 1, which has no std."
-            )
-    size = replace(size, **{name: value for name, value in counts.items() if value is not None})
-    most = sum(parameter.numel() for parameter in blank_network(recipe).parameters())
-    if size.rank > most:
-        raise BadValueError(f"--rank: expected at most the {most} parameters, got {size.rank}.")
+    size = _size(options, recipe)
     if not 0 <= options.seed < 2**31:
         raise BadValueError(f"--seed: expected a whole number from 0 on, got {options.seed}.")
     suffix = "-small" if options.small else ""
@@ -108,6 +97,28 @@ def run(options: argparse.Namespace) -> None:
     if options.small:
         print("\nThe paper's numbers are of the whole data set; a small run only shows the way.")
     print(f"\nAll numbers: {out / 'results.json'}; the figures are beside it.")
+
+
+def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
+    """The paper's size or the small one, with the numbers that were given instead."""
+    size = small_size(recipe) if options.small else paper_size(recipe)
+    most = sum(parameter.numel() for parameter in blank_network(recipe).parameters())
+    for name in _COUNTS:
+        key = name.replace("-", "_")
+        value = getattr(options, key)
+        if value is None:
+            continue
+        least = 1 if name in _AT_LEAST_ONE else 0
+        if value < least:
+            raise BadValueError(f"--{name}: expected a whole number from {least} on, got {value}.")
+        if name in _NOT_ONE and value == 1:
+            raise BadValueError(
+                f"--{name}: expected 0 or a whole number from 2 on, got 1, which has no std."
+            )
+        if name in _RANKS and value > most:
+            raise BadValueError(f"--{name}: expected at most the {most} parameters, got {value}.")
+        size = replace(size, **{key: value})
+    return size
 
 
 def _device(asked: str | None) -> torch.device:

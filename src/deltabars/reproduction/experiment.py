@@ -78,7 +78,7 @@ class Experiment:
     def _identity(self) -> dict[str, Any]:
         """What every stage depends on."""
         size = asdict(self.size)
-        for free in ("initialisations", "hessians", "bootstrap", "samples"):
+        for free in ("initialisations", "hessians", "hessian_rank", "bootstrap", "samples"):
             del size[free]  # their stages have them in their names
         weights = self.options.weights
         return {
@@ -124,14 +124,14 @@ class Experiment:
             progress=self.options.progress,
         )
 
-    def fit_of(self, network: PaperNetwork, estimator: str) -> DeltaFit:
+    def fit_of(self, network: PaperNetwork, estimator: str, rank: int) -> DeltaFit:
         """The eigenpairs of a trained network."""
         return fit(
             network.to(self.device),
             self.train,
             l2=L2,
             estimator=estimator,
-            rank=self.size.rank,
+            rank=rank,
             seed=self.options.seed,
             memory_budget=self.memory_budget,
             progress=self.options.progress,
@@ -165,7 +165,7 @@ class Experiment:
             budget, progress = self.memory_budget, self.options.progress
             return load(path, self.network, memory_budget=budget, progress=progress)
         self.stages.say("fit: computing")
-        found = self.fit_of(self.network, "sandwich")
+        found = self.fit_of(self.network, "sandwich", self.size.rank)
         write_whole(path, found.save)
         return found
 

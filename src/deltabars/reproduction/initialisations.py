@@ -31,11 +31,13 @@ def initialisations(experiment: Experiment) -> list[Arrays]:
     stack = experiment.stages.arrays(f"initialisations-{count}", train_all)
     networks = Stack(experiment.recipe, torch.from_numpy(stack["weights"]))
     found = [first]
+    size = experiment.size
+    ranks = (("opg", size.rank), ("hessian", size.hessian_rank or size.rank))
     for place, seed in enumerate(seeds):
-        for matrix in ("opg", "hessian")[: 1 + (place + 1 < experiment.size.hessians)]:
+        for matrix, rank in ranks[: 1 + (place + 1 < experiment.size.hessians)]:
 
-            def compute(place: int = place, matrix: str = matrix) -> Arrays:
-                fit = experiment.fit_of(networks.network(place), matrix)
+            def compute(place: int = place, matrix: str = matrix, rank: int = rank) -> Arrays:
+                fit = experiment.fit_of(networks.network(place), matrix, rank)
                 pairs = fit.spectra[matrix]
                 arrays = {matrix: pairs.values.cpu().numpy()}
                 if matrix == "hessian":
@@ -43,7 +45,7 @@ def initialisations(experiment: Experiment) -> list[Arrays]:
                 told = fit.diagnostics
                 return arrays | {name: np.array(told[name]) for name in ("cost", "gradient_norm")}
 
-            name = f"initialisations-{count}-seed-{seed}-{matrix}"
+            name = f"initialisations-{count}-seed-{seed}-{matrix}-{rank}"
             arrays = experiment.stages.arrays(name, compute)
             if matrix == "opg":
                 found.append({})

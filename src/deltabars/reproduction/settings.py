@@ -22,6 +22,7 @@ class Size:
         rank: K.
         initialisations: networks in the spread of the spectra, the main one included.
         hessians: of how many of them the spectrum of H is computed as well.
+        hessian_rank: how many eigenvalues of it, of all but the main network; `rank` if None.
         bootstrap: replicates with fixed and as many with varying initial weights.
         samples: networks drawn by the sampler.
     """
@@ -35,6 +36,7 @@ class Size:
     rank: int
     initialisations: int
     hessians: int
+    hessian_rank: int | None
     bootstrap: int
     samples: int
 
@@ -61,6 +63,7 @@ def paper_size(recipe: Recipe) -> Size:
         rank=recipe.rank,
         initialisations=16 if several else 1,
         hessians=4 if several else 1,
+        hessian_rank=None,
         bootstrap=16 if several else 0,
         samples=100,
     )
@@ -82,6 +85,7 @@ def small_size(recipe: Recipe) -> Size:
         rank=20,
         initialisations=2,
         hessians=2,
+        hessian_rank=None,
         bootstrap=2,
         samples=20,
     )
