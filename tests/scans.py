@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from deltabars.bench.subject import upscaled_digits
 from deltabars.cli import main
 from deltabars.recipes.digits import load_digits
+from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
 # A small run made smaller: the training does not converge, and no number means anything.
@@ -56,11 +56,6 @@ def write_scans(folder: Path, train: int = TRAIN, test: int = TEST) -> Path:
         bytes_ = items.mul(255).round() if items.is_floating_point() else items
         (folder / f"{name}-ubyte").write_bytes(idx_bytes(bytes_.to(torch.uint8).numpy()))
     return folder
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return head + array.tobytes()
 
 
 def command(*arguments: object) -> list[str]:

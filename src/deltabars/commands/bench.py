@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from deltabars.bench.runner import WORKS, run_bench, write_json
 from deltabars.bench.sizes import GPU, SMALL
 from deltabars.bench.sources import Sources
+from deltabars.commands.lines import sayer
 from deltabars.errors import DeltaBarsError
 
 _DESCRIPTION = """\
@@ -61,16 +61,8 @@ def run(options: argparse.Namespace) -> None:
         sources,
         options.only,
         show=partial(print, flush=True),
-        say=_ignore if options.quiet else _say,
+        say=sayer(options.quiet),
     )
     if options.json is not None:
         write_json(options.json, report)
         print(f"\nAll numbers: {options.json}")
-
-
-def _say(line: str) -> None:
-    print(f"… {line}", file=sys.stderr, flush=True)
-
-
-def _ignore(line: str) -> None:
-    """Say nothing."""

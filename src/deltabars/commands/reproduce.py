@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deltabars.commands.lines import sayer
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
 from deltabars.reproduction.published import beside_published
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> None:
         fresh=options.fresh,
         progress=not options.quiet,
     )
-    results = reproduce(recipe, size, chosen, _ignore if options.quiet else _say)
+    results = reproduce(recipe, size, chosen, sayer(options.quiet))
     print(beside_published(recipe.name, results))
     if options.small:
         print("\nThe paper's numbers are of the whole data set; a small run only shows the way.")
@@ -131,11 +131,3 @@ def _device(asked: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
     return device
-
-
-def _say(line: str) -> None:
-    print(f"… {line}", file=sys.stderr, flush=True)
-
-
-def _ignore(line: str) -> None:
-    """Say nothing."""
