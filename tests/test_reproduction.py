@@ -12,7 +12,7 @@ import torch
 
 from deltabars.recipes.paper import PaperNetwork, paper_network
 from deltabars.reproduction.published import PUBLISHED
-from tests.scans import QUICK, command, deltabars, environment, only_line, run
+from tests.scans import QUICK, Run, command, deltabars, environment, only_line, run
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -210,3 +210,18 @@ class TestWeights:
         where = ("--data", quick_run.data, "--out", folder / "out", "--small", "--rank", 2)
         assert run("mnist", *where, "--weights", folder / "other.npz") == 1
         assert "which holds a run with weights" in only_line(capsys)
+
+
+def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
+    """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero."""
+    weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
+    np.savez(tmp_path / "untrained.npz", **weights)
+    done = deltabars(
+        "reproduce", "mnist", "--data", scans, "--small", "--out", tmp_path / "out", "--rank", 2,
+        "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
+        "--samples", 0, "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for scores in Run(scans, tmp_path / "out", done).results["scores"]["test"].values():
+        assert scores["true_positives"] == 0
+        assert scores["mean_relative_error"] > 0  # of those that have a score

@@ -109,7 +109,7 @@ class TestIdentity:
         before = contents(tmp_path)
         with pytest.raises(BadValueError, match=match) as caught:
             opened(tmp_path, IDENTITY | change)
-        assert str(tmp_path) in str(caught.value)
+        assert str(tmp_path.parent) in str(caught.value)  # the stages are in a folder of it
         assert contents(tmp_path) == before
 
     def test_one_key_less_is_refused(self, tmp_path):
@@ -240,3 +240,11 @@ def test_text_is_written_whole(tmp_path):
         write_text(path, text)
         assert path.read_text() == text + "\n"
     assert contents(tmp_path) == ["results.json"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_files_of_others_are_left_alone(tmp_path, fresh):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(BadValueError, match="got one with other files"):
+        Stages.open(tmp_path, IDENTITY, print, fresh)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from deltabars.errors import BadValueError
 from deltabars.recipes.paper import CIFAR10, L2, MNIST, paper_network
 from deltabars.recipes.stack import Stack
 from deltabars.recipes.training import train
@@ -166,3 +167,23 @@ class TestStart:
         for name, value in one.named_parameters():
             assert torch.equal(value, same.get_parameter(name))
             assert name.endswith("bias") or not torch.equal(value, other.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"schedule": ()}, "rates from step 0 on"),
+        ({"schedule": ((2, 1e-3),)}, "rates from step 0 on"),
+        ({"schedule": ((0, 1e-3), (2, 1e-4), (1, 1e-5))}, "in their order"),
+        ({"steps": 0}, "one step or more"),
+        ({"rows": torch.zeros(2, 130, dtype=torch.long)}, r"rows: expected \(1, 130\)"),
+    ],
+)
+def test_what_cannot_be_followed(options, match):
+    with pytest.raises(BadValueError, match=match):
+        trained([start_network(0)], make_data(), **options)
+
+
+def test_images_of_another_recipe():
+    with pytest.raises(BadValueError, match=r"expected \(N, 1, 28, 28\) and N labels"):
+        trained([start_network(0)], make_data(CIFAR10))

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import deltabars
 from deltabars.commands import bench, demo, reproduce
-from deltabars.errors import DeltaBarsError
+from deltabars.errors import DeltaBarsError, DeltaBarsWarning
 
 _COMMANDS = (demo, reproduce, bench)
 
@@ -42,8 +42,12 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning as one line, without the place in the code that gave it."""
-    print(f"deltabars: warning: {message}", file=file or sys.stderr)
+    """Our own warnings as one line, without the place in the code that gave them."""
+    ours = issubclass(category, DeltaBarsWarning)
+    text = f"deltabars: warning: {message}\n"
+    if not ours:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    print(text, end="", file=file or sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,6 +41,7 @@ _COUNTS = {
 }
 _AT_LEAST_ONE = ("rank", "steps", "initialisations", "hessians", "hessian-rank")
 _NOT_ONE = ("bootstrap", "samples")
+_SEEDS = 2**31
 _RANKS = ("rank", "hessian-rank")
 
 
@@ -54,7 +55,7 @@ def register(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("experiment", choices=sorted(RECIPES, reverse=True), help="which of the paper's two")
+    add("experiment", choices=list(RECIPES), help="which of the paper's two")
     add("--data", type=Path, required=True, metavar="DIR", help="the downloaded files")
     add("--out", type=Path, metavar="OUT", help="default: reproduction-EXPERIMENT[-small]")
     add("--small", action="store_true", help="a taste: 600 images, 20 eigenpairs, few networks")
@@ -76,8 +77,10 @@ def run(options: argparse.Namespace) -> None:
 
     recipe = RECIPES[options.experiment]
     size = _size(options, recipe)
-    if not 0 <= options.seed < 2**31:
-        raise BadValueError(f"--seed: expected a whole number from 0 on, got {options.seed}.")
+    if not 0 <= options.seed < _SEEDS:
+        raise BadValueError(
+            f"--seed: expected a whole number from 0 to {_SEEDS - 1}, got {options.seed}."
+        )
     suffix = "-small" if options.small else ""
     out = options.out or Path(f"reproduction-{recipe.name}{suffix}")
     if not options.data.is_dir():
@@ -127,6 +130,8 @@ def _device(asked: str | None) -> torch.device:
     try:
         device = torch.device(asked)
         torch.empty(0, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("another kind of device.")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error

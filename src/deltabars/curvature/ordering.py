@@ -50,5 +50,5 @@ def _place_without_order(graph: Graph, node: Node) -> None:
         return
     module = graph.owning_module
     known = getattr(module, str(places.target), None) if module is not None else None
-    if isinstance(known, Tensor) and len(known.unique()) == len(known):
+    if isinstance(known, Tensor) and known.unique().numel() == known.numel():
         replace(node, graph.call_function(place, (whole, dim, places, parts)))

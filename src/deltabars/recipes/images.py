@@ -71,7 +71,7 @@ def read_cifar10(
         DataError: a file is missing, is not a whole number of records, or holds other classes.
     """
     _check_part(part)
-    batches = [_records(folder / name) for name in _CIFAR10_FILES[part]]
+    batches = [_records(Path(folder) / name) for name in _CIFAR10_FILES[part]]
     records = torch.cat(batches)  # (n, 3073), uint8
     if count is not None and not 1 <= count <= len(records):
         raise DataError(
@@ -122,7 +122,7 @@ def read_idx(path: Path, count: int | None = None) -> Tensor:
         DataError: the file is missing, truncated, too long, or not an idx file of bytes.
     """
     try:
-        with path.open("rb") as raw:
+        with Path(path).open("rb") as raw:
             zipped = raw.read(2) == _GZIP
             raw.seek(0)
             if not zipped:
@@ -164,7 +164,7 @@ def _items(file: BinaryIO, path: Path, count: int | None) -> Tensor:
 
 
 def _find(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
+    for path in (Path(folder) / name, Path(folder) / f"{name}.gz"):
         if path.is_file():
             return path
     raise DataError(f"MNIST: expected {name} or {name}.gz in the folder {folder}, got neither.")

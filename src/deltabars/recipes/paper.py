@@ -169,7 +169,7 @@ def read_arrays(
 ) -> dict[str, np.ndarray]:
     """The arrays of an .npz file by name; a missing or broken file is an error of that kind."""
     try:
-        with path.open("rb") as file, np.load(file) as arrays:
+        with Path(path).open("rb") as file, np.load(file) as arrays:
             return {name: arrays[name] for name in arrays}
     except FileNotFoundError as error:
         raise kind(f"{what}: expected an .npz file, got {path}, which does not exist.") from error

@@ -190,8 +190,8 @@ class _Patches(torch.autograd.Function):
 class _Product(torch.autograd.Function):
     """Patches (M, R, inputs) times matrices (M, inputs, outputs).
 
-    The gradient of a matrix is a sum over all R patches with a small result: where M is small, it
-    is summed in parts, for a GPU to have enough to do at once.
+    The gradient of a matrix is a sum over all R patches with a small result: for a few matrices it
+    is summed in parts, for a GPU to have enough to do at once. (For a single one, as it is.)
     """
 
     @staticmethod

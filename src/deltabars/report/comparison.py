@@ -52,8 +52,8 @@ def save_comparisons(
 
 @house_style()
 def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
-    """How many pairs lie where, with the regression line and the identity, a panel each; more than
-    three panels take two rows.
+    """How many pairs lie where, with the regression line and the identity, a panel each; three in a
+    row, but two rows of two.
 
     Cells are coloured by the logarithm of their counts, on one scale for all panels. Both axes of
     a panel have the same limits.
@@ -61,7 +61,7 @@ def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, LogNorm
 
-    columns = len(panels) if len(panels) <= _IN_A_ROW else -(-len(panels) // 2)
+    columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
     height = 2.7 * rows + (0.2 if title else 0)
     figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), height, "compressed")
@@ -79,8 +79,7 @@ def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
         cell.set_norm(LogNorm(1, max(most, 2)))
         cell.set_cmap(shades)
     legends_below(figure, places[(rows - 1) * columns :], 0.28)
-    scale = places[-1].inset_axes((1.06, 0, 0.05, 1))
-    figure.colorbar(cells[-1], cax=scale, label="pairs in a cell")
+    figure.colorbar(cells[-1], ax=places, shrink=0.9 / rows, pad=0.02, label="pairs in a cell")
     return figure
 
 

@@ -38,4 +38,4 @@ def same_bits(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         _MEMORY.fill_uninitialized_memory, _CUDNN.benchmark = fill, benchmark
         if environment is None:
-            del os.environ[_CUBLAS]
+            os.environ.pop(_CUBLAS, None)

@@ -45,7 +45,7 @@ class Sampler:
 SAMPLERS = (
     Sampler("low_rank", "low rank", False),
     Sampler("full_rank", "full rank", True),
-    Sampler("full_rank_tenth", "a tenth of the scatter", True, 0.1),
+    Sampler("full_rank_tenth", "a tenth as far", True, 0.1),
 )
 
 

@@ -21,7 +21,14 @@ from deltabars.fitted import DeltaFit
 from deltabars.fitting import fit
 from deltabars.loading import load
 from deltabars.network import fingerprint
-from deltabars.recipes.paper import L2, PaperNetwork, Recipe, paper_network, with_weights
+from deltabars.recipes.paper import (
+    L2,
+    PaperNetwork,
+    Recipe,
+    blank_network,
+    paper_network,
+    with_weights,
+)
 from deltabars.recipes.stack import Stack
 from deltabars.recipes.training import train
 from deltabars.reproduction.settings import Size
@@ -78,6 +85,7 @@ class Experiment:
     def _identity(self) -> dict[str, Any]:
         """What every stage depends on."""
         size = asdict(self.size)
+        size["size"] = size.pop("name")
         for free in ("initialisations", "hessians", "hessian_rank", "bootstrap", "samples"):
             del size[free]  # their stages have them in their names
         weights = self.options.weights
@@ -152,7 +160,7 @@ class Experiment:
     @cached_property
     def network(self) -> PaperNetwork:
         """The trained network on the device."""
-        names = paper_network(0, self.recipe).state_dict()
+        names = blank_network(self.recipe).state_dict()
         arrays = {name: self.weights[name] for name in names}
         return with_weights(self.recipe, arrays).to(self.device)
 

@@ -24,6 +24,7 @@ from deltabars.reproduction.initialisations import initialisations
 from deltabars.reproduction.published import PAIRS
 
 _RANKED = "hessian"  # whose scores rank the images, as in the paper
+_NAMES = {"hessian": "Hessian", "opg": "OPG", "sandwich": "Sandwich"}
 _SHOWN = 5  # images a class
 
 
@@ -42,15 +43,19 @@ def draw(experiment: Experiment, say: Callable[[str], None]) -> None:
         path = experiment.options.out / f"{name}.png"
         if figure(experiment, path):
             say(f"figure: {path}")
+        else:
+            path.unlink(missing_ok=True)  # of a run that had more
+            say(f"no figure {path}: there is nothing to draw")
 
 
 def _spectra(experiment: Experiment, path: Path) -> bool:
     found = initialisations(experiment)
     hessians = [each for each in found if "hessian" in each]
     size = sum(parameter.numel() for parameter in experiment.network.parameters())
-    rank = experiment.size.rank
-    # Nothing of G is below λ, and what no example reaches is at λ: its right tail is known.
-    floor = [torch.full((rank,), L2, dtype=torch.float64)] * len(found)
+    # Nothing of G is below λ, and what no example reaches is at λ: that much of its right tail is
+    # known without computing.
+    known = min(experiment.size.rank, size - experiment.diagnostics["parameters_reached"])
+    floor = [torch.full((known,), L2, dtype=torch.float64)] * len(found)
     save_spectra(
         path,
         [
@@ -72,7 +77,7 @@ def _uncertainty(experiment: Experiment, path: Path) -> bool:
     label = torch.from_numpy(found["label"])
     panels = [
         Panel(
-            name.capitalize() if name != "opg" else "OPG",
+            _NAMES[name],
             torch.from_numpy(found["mean"]),
             torch.from_numpy(found[f"{name}_std"]),
             label,
@@ -125,7 +130,13 @@ def _rankings(experiment: Experiment, path: Path) -> bool:
 def _estimators(experiment: Experiment, path: Path) -> bool:
     found = experiment.predictions("test")
     panels = [
-        _comparison(f"{x} → {y}", found[f"{x}_std"], found[f"{y}_std"], f"std, {x}", f"std, {y}")
+        _comparison(
+            f"{_NAMES[x]} → {_NAMES[y]}",
+            found[f"{x}_std"],
+            found[f"{y}_std"],
+            f"std, {_NAMES[x]}",
+            f"std, {_NAMES[y]}",
+        )
         for x, y in PAIRS
     ]
     save_comparisons(path, panels, f"{experiment.recipe.title} test set, {_rank(experiment)}")
@@ -138,7 +149,7 @@ def _ensembles(experiment: Experiment, path: Path) -> bool:
         for initial in INITIAL_WEIGHTS:
             std = bootstrap(experiment, initial)["std"]
             title = f"{experiment.size.bootstrap} bootstraps, {initial} start"
-            label = "std, Delta (sandwich)"
+            label = "std, Delta (Sandwich)"
             panels.append(_comparison(title, own["sandwich_std"], std, label, "std, bootstrap"))
     if experiment.size.samples:
         found = sampled(experiment, "opg")

@@ -51,7 +51,10 @@ class Size:
 
 
 def paper_size(recipe: Recipe) -> Size:
-    """All of it. (The paper has the sixteen initialisations of the MNIST network alone.)"""
+    """All of it, but for the Hessians of four initialisations in place of sixteen.
+
+    (The paper has sixteen initialisations of the MNIST network alone.)
+    """
     several = recipe.name == "mnist"
     return Size(
         name="paper",

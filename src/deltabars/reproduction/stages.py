@@ -47,10 +47,15 @@ class Stages:
                 another one is refused.
         """
         try:
+            path = folder / _IDENTITY
+            if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
+                raise BadValueError(
+                    f"--out: expected a new folder or one of a run, got one with other files in "
+                    f"{folder}. Name another folder."
+                )
             if fresh and folder.is_dir():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _IDENTITY
             if path.is_file():
                 _compare(_read_identity(path), json.loads(json.dumps(identity)), folder)
             else:
@@ -113,7 +118,7 @@ def _compare(kept: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -
     for key in {**kept, **wanted}:
         if kept.get(key) != wanted.get(key):
             raise BadValueError(
-                f"--out: expected a new folder or one of the same run, got {folder}, which holds a "
-                f"run with {key} {kept.get(key)} and not {wanted.get(key)}. Name another folder, "
-                "or start anew with --fresh."
+                f"--out: expected a new folder or one of the same run, got {folder.parent}, which "
+                f"holds a run with {key} {kept.get(key)} and not {wanted.get(key)}. Name another "
+                "folder, or start anew with --fresh."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +18,9 @@ from deltabars.reproduction.initialisations import initialisations
 from deltabars.reproduction.published import PAIRS
 from deltabars.reproduction.stages import SECONDS, Arrays
 
+# Settings of parts that say themselves what they are of, and of a training that was done elsewhere.
+_ELSEWHERE = ("initialisations", "hessians", "hessian_rank", "bootstrap", "samples")
+_OF_TRAINING = ("sigma", "schedule", "steps")
 _DIGITS = 7  # that float32 has
 
 
@@ -26,10 +28,14 @@ def main_results(experiment: Experiment) -> dict[str, Any]:
     """What the paper prints, and how it was computed."""
     network, told, spectra = experiment.network, experiment.diagnostics, experiment.spectra
     size = asdict(experiment.size)
+    given = experiment.options.weights is not None
+    for other in _ELSEWHERE + (_OF_TRAINING if given else ()):
+        del size[other]
     return {
         "recipe": experiment.recipe.name,
         "size": size.pop("name"),
         "seed": experiment.options.seed,
+        "weights": "given" if given else "trained",
         "deterministic": experiment.options.deterministic,
         "versions": {key: told[key] for key in ("deltabars", "torch", "python", "device")},
         "settings": {
@@ -37,7 +43,7 @@ def main_results(experiment: Experiment) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
             "parameters_reached": told["parameters_reached"],
             "l2": L2,
-            "batch": BATCH,
+            **({} if given else {"batch": BATCH}),
         },
         "training": {
             **{f"{part}_accuracy": _accuracy(experiment, part) for part in PARTS},
@@ -47,10 +53,11 @@ def main_results(experiment: Experiment) -> dict[str, Any]:
         "eigenvalues": {
             name: _numbers(spectra[name]) for name in ("hessian", "opg", "hessian_smallest")
         },
-        "residuals": {  # ‖Aq − λq‖: of all pairs by the solver's recurrence, and measured
+        "solvers": {  # residuals are ‖Aq − λq‖: by the solver's recurrence, and measured
             name: {
-                "largest": float(spectra[f"{name}_residuals"].max()),
-                "measured_rms": told[name]["residual_rms"],
+                "products": told[name]["products"],
+                "largest_residual_by_recurrence": float(spectra[f"{name}_residuals"].max()),
+                "measured_residual_rms": told[name]["residual_rms"],
             }
             for name in ("hessian", "opg")
         },
@@ -69,7 +76,8 @@ def foreign_results(experiment: Experiment) -> dict[str, Any]:
     """The foreign image's scores over K, beside the highest ones of training."""
     found = foreign(experiment)
     return {
-        **{name: _numbers(found[name]) for name in ("ranks", "full", "low_rank")},
+        "ranks": found["ranks"].tolist(),
+        **{name: _numbers(found[name]) for name in ("full", "low_rank")},
         "highest_training_scores": _numbers(found["references"][:, -1]),
     }
 
@@ -144,11 +152,10 @@ def _scores(experiment: Experiment, part: str, estimator: str) -> dict[str, floa
     score = found[f"{estimator}_score"].astype(np.float64)
     right = found["label"] == experiment.labels(part)
     groups = {"mean": score, "true_positives": score[right], "false_positives": score[~right]}
-    error = found[f"{estimator}_score_error"].astype(np.float64) / score
-    return {
-        **{name: float(group.mean()) if len(group) else None for name, group in groups.items()},
-        "mean_relative_error": float(error.mean()),
-    }
+    some = score > 0  # a saturated softmax has no derivative, and no score
+    error = found[f"{estimator}_score_error"].astype(np.float64)[some] / score[some]
+    groups["mean_relative_error"] = error
+    return {name: float(group.mean()) if len(group) else None for name, group in groups.items()}
 
 
 def _accuracy(experiment: Experiment, part: str) -> float:
@@ -172,5 +179,5 @@ def _times(experiment: Experiment) -> dict[str, float]:
     return times
 
 
-def _numbers(values: np.ndarray | Mapping[str, float], digits: int = _DIGITS) -> list[float]:
-    return [float(f"{value:.{digits}g}") for value in np.asarray(values).tolist()]
+def _numbers(values: np.ndarray, digits: int = _DIGITS) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]
