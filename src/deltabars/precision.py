@@ -22,7 +22,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),  # torch.func turns gradients on where it needs them
         torch.autocast(device.type, enabled=False),
-        _full_float32(device),
+        float32_products(device, "ieee"),  # the error of TF32 is of the order of λ itself
         _plain_attention(),
     ):
         yield
@@ -40,15 +40,15 @@ def _plain_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
-    """No TF32: its error (3e-4 on a tail vector) is of the order of λ itself."""
+def float32_products(device: torch.device, how: str) -> Iterator[None]:
+    """Float32 products and convolutions on a GPU as they are (`"ieee"`) or in `"tf32"`."""
     if device.type != "cuda":
         yield
         return
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv)
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
-        switch.fp32_precision = "ieee"
+        switch.fp32_precision = how
     try:
         yield
     finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from deltabars.errors import BadValueError, DataError
+from deltabars.precision import float32_products
 from deltabars.progress import Progress
 from deltabars.recipes.paper import BATCH, L2
 from deltabars.recipes.stack import Stack, channels_last
@@ -46,6 +47,9 @@ def train(
             see the data as they are by default.
         progress: whether to show it.
 
+    Raises:
+        BadValueError, DataError: steps and schedule, images, labels or rows do not fit together.
+
     Cost: M·steps·100 gradients; memory about M·100 examples' patches (some 20 to 30 MB
     a network).
     """
@@ -54,7 +58,11 @@ def train(
     title = "Training" if len(start) == 1 else f"Training {len(start)} networks"
     device = start.weights.device
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with here, _tensor_cores(device), Progress(title, steps, "step", progress) as bar:
+    with (
+        here,
+        float32_products(device, "tf32"),
+        Progress(title, steps, "step", progress) as bar,
+    ):
         for first, last, rate in _stretches(schedule, steps):
             trainer.rate.fill_(rate)
             for done in trainer.run(last - first):
@@ -163,18 +171,3 @@ class _Trainer:
             for _ in range(_STEPS_A_GRAPH):
                 self.step()
         return graph
-
-
-@contextmanager
-def _tensor_cores(device: torch.device) -> Iterator[None]:
-    """TF32 products on a GPU; what was set before is put back."""
-    if device.type != "cuda":
-        yield
-        return
-    switch = torch.backends.cuda.matmul
-    before = switch.fp32_precision
-    switch.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
