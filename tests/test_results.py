@@ -124,6 +124,28 @@ def test_documentation_of_scores():
         assert f"| {name} | {' | '.join(cells)} |" in DOCS
 
 
+def test_documentation_of_the_foreign_image_and_the_spectra():
+    runs = [json.loads((ROOT / "results" / run / "results.json").read_text()) for run in RUNS]
+    found = runs[0]["foreign"]
+    at_600 = found["ranks"].index(600)
+    for name in ("full", "low_rank"):
+        assert f"{found[name][at_600]:.4f}" in DOCS
+        assert f"{found[name][-1]:.4f}" in DOCS
+    spectra = [each["eigenvalues"] for each in runs]
+    first = [f"{each['hessian'][0]:.2f}; {each['opg'][0]:.2f}" for each in spectra]
+    last = [f"{each['hessian'][-1]:.5f}; {each['opg'][-1]:.5f}" for each in spectra]
+    least = [f"−{-each['hessian_smallest'][0]:.4f}" for each in spectra]
+    below = [
+        f"{sum(v < 0 for v in tail)}; {sum(v < 0.01 for v in tail):,}"
+        for tail in (each["hessian_smallest"] for each in spectra)
+    ]
+    for cells in (first, last, least, below):
+        assert f"| {' | '.join(cells)} |" in DOCS
+    effective = [each["effective_parameters"] for each in runs]
+    cells = [f"{each['hessian']:.0f}; {each['opg']:.0f}" for each in effective]
+    assert f"| {' | '.join(cells)} |" in DOCS
+
+
 def test_nothing_of_a_machine_is_in_the_results(run):
     text = (ROOT / "results" / run / "results.json").read_text()
     assert "/tmp" not in text

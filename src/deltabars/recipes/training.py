@@ -36,7 +36,7 @@ def train(
 
     Adam with batches of 100 examples, one after the other without shuffling, the first ones again
     after the last. On a GPU the steps are recorded once and replayed, and products are in TF32 (as
-    torch's convolutions are by default): Adam's noise is far above its rounding.
+    torch's convolutions are by default).
 
     Args:
         start: the networks; where they are is where they are trained.

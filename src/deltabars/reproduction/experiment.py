@@ -31,7 +31,7 @@ from deltabars.recipes.paper import (
 )
 from deltabars.recipes.stack import Stack
 from deltabars.recipes.training import train
-from deltabars.reproduction.settings import Size
+from deltabars.reproduction.settings import FURTHER, Size
 from deltabars.reproduction.stages import Arrays, Stages, write_whole
 
 ESTIMATORS = ("hessian", "opg", "sandwich")
@@ -86,7 +86,7 @@ class Experiment:
         """What every stage depends on."""
         size = asdict(self.size)
         size["size"] = size.pop("name")
-        for free in ("initialisations", "hessians", "hessian_rank", "bootstrap", "samples"):
+        for free in FURTHER:
             del size[free]  # their stages have them in their names
         weights = self.options.weights
         return {

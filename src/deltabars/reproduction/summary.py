@@ -16,10 +16,9 @@ from deltabars.reproduction.ensembles import INITIAL_WEIGHTS, bootstrap, sampled
 from deltabars.reproduction.experiment import ESTIMATORS, PARTS, Experiment
 from deltabars.reproduction.initialisations import initialisations
 from deltabars.reproduction.published import PAIRS
+from deltabars.reproduction.settings import FURTHER
 from deltabars.reproduction.stages import SECONDS, Arrays
 
-# Settings of parts that say themselves what they are of, and of a training that was done elsewhere.
-_ELSEWHERE = ("initialisations", "hessians", "hessian_rank", "bootstrap", "samples")
 _OF_TRAINING = ("sigma", "schedule", "steps")
 _DIGITS = 7  # that float32 has
 
@@ -29,7 +28,8 @@ def main_results(experiment: Experiment) -> dict[str, Any]:
     network, told, spectra = experiment.network, experiment.diagnostics, experiment.spectra
     size = asdict(experiment.size)
     given = experiment.options.weights is not None
-    for other in _ELSEWHERE + (_OF_TRAINING if given else ()):
+    # Further parts say themselves what they are of, and given weights were trained elsewhere.
+    for other in FURTHER + (_OF_TRAINING if given else ()):
         del size[other]
     return {
         "recipe": experiment.recipe.name,
