@@ -13,13 +13,15 @@ from deltabars.report.spectra import Spectrum, draw_spectra, save_spectra
 from tests.test_figures import L2, P, legend_texts, lines, spectrum, tails
 
 
-def test_the_line_is_the_mean_of_the_networks_that_have_the_index():
+def test_the_line_is_the_mean_where_all_networks_have_the_index():
     given = spectrum()
-    left, right = draw_spectra([given], L2, P).axes[0].lines[:2]
+    left, first, last, right = draw_spectra([given], L2, P).axes[0].lines[:4]
     a, b, c = (v.numpy() for v in given.largest)
-    expected = np.append((a[:15] + b + c[:15]) / 3, (a[15:] + c[15:]) / 2)
-    np.testing.assert_allclose(left.get_ydata(), expected, rtol=1e-14)
-    np.testing.assert_array_equal(left.get_xdata(), np.arange(1, 21))
+    np.testing.assert_allclose(left.get_ydata(), (a[:15] + b + c[:15]) / 3, rtol=1e-14)
+    np.testing.assert_array_equal(left.get_xdata(), np.arange(1, 16))
+    for line, own in ((first, a), (last, c)):  # b ends at 15
+        np.testing.assert_allclose(line.get_ydata(), own[15:], rtol=1e-14)
+        np.testing.assert_array_equal(line.get_xdata(), np.arange(16, 21))
     # The right end of the axis is index P, the smallest eigenvalue.
     expected = torch.stack(list(given.smallest)).abs().mean(0).flip(0)
     np.testing.assert_allclose(right.get_ydata(), expected, rtol=1e-14)
@@ -36,7 +38,7 @@ def test_the_band_reaches_from_the_smallest_to_the_largest():
 
 def test_the_crossing_lies_between_the_signs():
     axes = draw_spectra([spectrum()], L2, P).axes[0]
-    places = axes.lines[1].get_xdata()  # of the ten smallest, the last one has index P
+    places = axes.lines[3].get_xdata()  # of the ten smallest, the last one has index P
     crossing = lines(axes)["mean zero crossing"].get_xdata()[0]
     assert crossing == pytest.approx((places[-5] + places[-6]) / 2)
     low, high = places[-6] - 0.5, places[-4] - 0.5

@@ -63,7 +63,7 @@ def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
 
     columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
-    height = 2.7 * rows + (0.2 if title else 0)
+    height = 2.35 * rows + (0.55 if title else 0.35)
     figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), height, "compressed")
     if title:
         figure.suptitle(title)

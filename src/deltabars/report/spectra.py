@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _GAP = 0.16  # the drawn width of the gap, as a share of the two tails' together
 _DECADES = 1e-3  # magnitudes are drawn down to this share of λ: at a crossing they go to zero
+_LINE: dict[str, Any] = {"color": EIGENVALUE}
+_THIN: dict[str, Any] = {"color": EIGENVALUE, "linewidth": 0.7}
+_BAND: dict[str, Any] = {"color": EIGENVALUE, "alpha": 0.25, "linewidth": 0}
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ def save_spectra(
 def draw_spectra(spectra: Sequence[Spectrum], l2: float, num_parameters: int) -> Figure:
     """Magnitudes of eigenvalues against their index, a panel a matrix (the paper's Figure 3).
 
-    The line is the mean magnitude over the networks that have the index, the band reaches from
-    their smallest to their largest. What was not computed between the tails is a gap of fixed
-    width. A vertical line shows where eigenvalues turn negative: the mean over the networks where
-    that is seen, with its range.
+    The line is the mean magnitude over the networks, the band reaches from their smallest to their
+    largest; beyond the indices that all of them have, each has a thin line of its own. What was not
+    computed between the tails is a gap of fixed width. A vertical line shows where eigenvalues turn
+    negative: the mean over the networks where that is seen, with its range.
 
     Args:
         spectra: one for each panel.
@@ -115,11 +118,15 @@ def _draw_panel(axes: Axes, spectrum: Spectrum, l2: float, num_parameters: int) 
         if magnitude.shape[1] == 0:
             continue
         labels = (mean, "range over the networks") if number == 0 else (None, None)
-        axes.plot(places, np.nanmean(magnitude, axis=0), color=EIGENVALUE, label=labels[0])
+        common = np.isfinite(magnitude).all(axis=0)
+        axes.plot(places[common], magnitude[:, common].mean(axis=0), label=labels[0], **_LINE)
         if networks > 1:
-            low, high = np.nanmin(magnitude, axis=0), np.nanmax(magnitude, axis=0)
-            band: dict[str, Any] = {"color": EIGENVALUE, "alpha": 0.25, "linewidth": 0}
-            axes.fill_between(places, low, high, label=labels[1], **band)
+            low, high = magnitude.min(axis=0), magnitude.max(axis=0)  # NaN, not drawn, beyond
+            axes.fill_between(places, low, high, label=labels[1], **_BAND)
+        for row in magnitude[:, ~common]:
+            known = np.isfinite(row)
+            if known.any():
+                axes.plot(places[~common][known], row[known], label=_further(axes), **_THIN)
     axes.axhline(l2, color=REFERENCE, linestyle=":", linewidth=0.9, label=f"λ = {l2:g}")
     if missing:
         start = tails[0] + 0.5
@@ -140,6 +147,12 @@ def _draw_panel(axes: Axes, spectrum: Spectrum, l2: float, num_parameters: int) 
     axes.set_title(spectrum.name)
     axes.set_xlabel(f"index k (P = {num_parameters:,})")
     _set_ticks(axes, tails, num_parameters, shift)
+
+
+def _further(axes: Axes) -> str | None:
+    """What a thin line is called: once a panel."""
+    said = "single networks, known further"
+    return None if said in axes.get_legend_handles_labels()[1] else said
 
 
 def _draw_crossings(axes: Axes, spectrum: Spectrum, num_parameters: int, shift: float) -> None:
@@ -173,7 +186,8 @@ def _set_ticks(axes: Axes, tails: tuple[int, int], num_parameters: int, shift: f
     from matplotlib.ticker import MaxNLocator
 
     def steps(count: int) -> list[int]:
-        found = MaxNLocator(3, integer=True).tick_values(0, count)
+        most = max(1, round(6 * count / sum(tails)))  # as many as have room
+        found = MaxNLocator(most, integer=True).tick_values(0, count)
         return [int(k) for k in found if 0 < k <= count]
 
     left = sorted({1, *steps(tails[0])})
