@@ -19,9 +19,7 @@ from deltabars.covariance import (
     build_covariance,
     warn_about_spectrum,
 )
-from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.pullback import Pullback
-from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
@@ -29,9 +27,9 @@ from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
 from deltabars.precision import full_precision
+from deltabars.predicting import predict
 from deltabars.problem import check_l2
 from deltabars.saving import save
-from deltabars.scoring import Scorer
 from deltabars.summation import inner
 
 
@@ -137,43 +135,17 @@ class DeltaFit:
         layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
         layer and for each activation.
         """
-        names = self._estimators(estimator)
-        used = self.rank if rank is None else rank
-        if not is_whole(used) or not 1 <= used <= self.rank:
-            raise BadValueError(
-                f"rank: expected a whole number from 1 to the {self.rank} fitted pairs, got "
-                f"{used!r}. Fit with a larger rank for more."
-            )
-        check_space(space)
-        if bound not in BOUNDS:
-            raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
-        if bound == "paper" and not full_rank:
-            raise BadValueError(
-                "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
-                "estimate only."
-            )
-        if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
-            raise BadValueError(
-                f"batch_size: expected a whole number from 1 on, got {batch_size!r}."
-            )
-        with full_precision(self.network.device):
-            covariances = {name: self._covariance(name, used, full_rank) for name in names}
-        matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
-        bases = {matrix: self.spectra[matrix].vectors[:used] for matrix in sorted(matrices)}
-        scorer = Scorer(
-            self._pullback,
-            self.likelihood,
-            self.signature,
-            bases,
-            covariances,
-            space,
-            bound,
-            with_covariance=covariance,
-            memory_budget=self.memory_budget,
+        return predict(
+            self,
+            inputs,
+            rank=rank,
+            full_rank=full_rank,
+            space=space,
+            covariance=covariance,
+            bound=bound,
+            estimator=estimator,
+            batch_size=batch_size,
         )
-        results = scorer.predict(inputs, batch_size, self.progress)
-        asked_for_one = estimator is None or isinstance(estimator, str)
-        return results[names[0]] if asked_for_one else results
 
     def with_l2(self, l2: float) -> DeltaFit:
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
@@ -213,7 +185,7 @@ class DeltaFit:
         noise = noise.to(self.network.device, self.network.dtype)
         vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
         with full_precision(self.network.device):
-            covariance = self._covariance(self.estimator, self.rank, full_rank)
+            covariance = self.covariance_of(self.estimator, self.rank, full_rank)
             return self.network.point + covariance.root(vectors, noise)
 
     def save(self, path: Any) -> None:
@@ -249,7 +221,8 @@ class DeltaFit:
         return values[values > 0]  # the others have no place in a covariance
 
     @cached_property
-    def _pullback(self) -> Pullback:
+    def pullback(self) -> Pullback:
+        """From rows of cotangents of the outputs to rows of derivatives by the parameters."""
         return Pullback(self.network)
 
     @cached_property
@@ -257,7 +230,8 @@ class DeltaFit:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
         return inner(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
-    def _covariance(self, estimator: str, rank: int, full_rank: bool) -> Covariance:
+    def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
+        """Σ of an estimator that the fit serves, from its first `rank` pairs."""
         if not isinstance(full_rank, bool):
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         key = (estimator, rank, full_rank)
@@ -277,23 +251,3 @@ class DeltaFit:
                 full_rank=full_rank,
             )
         return self._covariances[key]
-
-    def _estimators(self, asked: str | Sequence[str] | None) -> list[str]:
-        if asked is None:
-            return [self.estimator]
-        names = [asked] if isinstance(asked, str) else list(asked)
-        served = [
-            name
-            for name, needed in ESTIMATORS.items()
-            if all(matrix in self.spectra for matrix in needed)
-        ]
-        for name in names:
-            if name not in served:
-                advice = f" Fit with estimator={name!r} for that one." if name in ESTIMATORS else ""
-                raise BadValueError(
-                    f"estimator: expected one of {served}, which this {self.estimator} fit can "
-                    f"serve, got {name!r}.{advice}"
-                )
-        if not names:
-            raise BadValueError(f"estimator: expected one or more of {served}, got an empty list.")
-        return names
