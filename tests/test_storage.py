@@ -149,7 +149,7 @@ def rewrite_header(path, change):
 
 def test_a_newer_format_is_refused_as_such(path, dense_case):
     rewrite_header(path, lambda header: header.update(format=storage.FORMAT_VERSION + 1))
-    with pytest.raises(FormatVersionError, match="format 2; this version of deltabars reads up"):
+    with pytest.raises(FormatVersionError, match="format 3; this version of deltabars reads up"):
         deltabars.load(path, dense_case.model)
 
 
@@ -161,7 +161,7 @@ def test_a_header_changed_by_hand_is_refused(path, dense_case):
 
 def test_the_header_tells_what_the_file_holds(path, fit):
     header = storage.read_header(path)
-    assert header["format"] == 1
+    assert header["format"] == 2
     assert header["estimator"] == "sandwich"
     assert header["l2"] == 0.05
     assert header["num_examples"] == 29

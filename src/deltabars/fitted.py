@@ -20,6 +20,7 @@ from deltabars.covariance import (
     warn_about_spectrum,
 )
 from deltabars.curvature.pullback import Pullback
+from deltabars.decay import L2, Decay
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
@@ -28,7 +29,6 @@ from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
 from deltabars.precision import full_precision
 from deltabars.predicting import predict
-from deltabars.problem import check_l2
 from deltabars.saving import save
 from deltabars.summation import inner
 
@@ -41,7 +41,7 @@ class DeltaFit:
 
     Attributes:
         estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
-        l2: λ.
+        decay: λ, or the λs by name pattern.
         num_examples: N.
         num_outputs: C.
         spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`.
@@ -50,7 +50,7 @@ class DeltaFit:
     """
 
     estimator: str
-    l2: float
+    decay: Decay
     num_examples: int
     num_outputs: int
     spectra: Mapping[str, EigenPairs]
@@ -69,6 +69,16 @@ class DeltaFit:
         return self.network.parameters.size
 
     @property
+    def l2(self) -> L2:
+        """λ as it was given: a number, or numbers by name pattern."""
+        return self.decay.given
+
+    @property
+    def level(self) -> float:
+        """λ as it is in the eigenvalues: `l2`, or 1 times a common factor where that is several."""
+        return self.decay.level
+
+    @property
     def rank(self) -> int:
         """K, the number of computed eigenpairs of each matrix."""
         return min(len(pairs) for pairs in self.spectra.values())
@@ -81,7 +91,7 @@ class DeltaFit:
         of the spectrum.
         """
         values = self._main_values
-        return float(((values - self.l2) / values).sum())
+        return float(((values - self.level) / values).sum())
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
@@ -91,12 +101,12 @@ class DeltaFit:
             BadValueError: no eigenvalue is positive.
         """
         values = self._main_values
-        last = Tail.after(values, len(values), self.l2, self.num_parameters).last
+        last = Tail.after(values, len(values), self.level, self.num_parameters).last
         slack = self.spectra[ESTIMATORS[self.estimator][0]].slack
         rest = self.num_parameters - len(values)
-        low = self.effective_parameters + min(0.0, rest * (1 - self.l2 / last))
-        most = float((1 - self.l2 / (values + slack)).sum())
-        return low, most + max(0.0, rest * (1 - self.l2 / (last + slack)))
+        low = self.effective_parameters + min(0.0, rest * (1 - self.level / last))
+        most = float((1 - self.level / (values + slack)).sum())
+        return low, most + max(0.0, rest * (1 - self.level / (last + slack)))
 
     def __post_init__(self) -> None:
         for name in ("spectra", "diagnostics"):
@@ -147,19 +157,20 @@ class DeltaFit:
             batch_size=batch_size,
         )
 
-    def with_l2(self, l2: float) -> DeltaFit:
+    def with_l2(self, l2: L2) -> DeltaFit:
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
 
         The eigenvectors do not depend on λ, but the weights ω̂ do: they stay as they are, and so do
         the diagnostics, which are those of the fit (`diagnostics["fitted_l2"]`).
         """
-        shift = check_l2(l2) - self.l2
+        decay = Decay.read(l2, self.network.parameters, self.decay.scales or None)
+        shift = decay.level - self.level
         spectra = {name: pairs.shifted(shift) for name, pairs in self.spectra.items()}
         for name, pairs in spectra.items():
-            warn_about_spectrum(name, pairs.values, float(l2), self.num_parameters)
+            warn_about_spectrum(name, pairs.values, decay.level, self.num_parameters)
         diagnostics = {**self.diagnostics, "fitted_l2": self.diagnostics.get("fitted_l2", self.l2)}
         moved = replace(
-            self, l2=float(l2), spectra=spectra, diagnostics=diagnostics, _covariances={}
+            self, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={}
         )
         if "_overlap" in self.__dict__:
             moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
@@ -186,7 +197,8 @@ class DeltaFit:
         vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
         with full_precision(self.network.device):
             covariance = self.covariance_of(self.estimator, self.rank, full_rank)
-            return self.network.point + covariance.root(vectors, noise)
+            drawn, scale = covariance.root(vectors, noise), self.network.scale
+            return self.network.point + (drawn if scale is None else drawn * scale)
 
     def save(self, path: Any) -> None:
         """Write the fit to one file; read it again with `deltabars.load(path, model)`."""
@@ -195,7 +207,7 @@ class DeltaFit:
     def __repr__(self) -> str:
         lines = [
             f"DeltaFit: {self.estimator}, N = {self.num_examples:,}, P = {self.num_parameters:,}, "
-            f"K = {self.rank:,}, λ = {self.l2:g}"
+            f"K = {self.rank:,}, λ = {self._l2_in_words}"
         ]
         for name, pairs in self.spectra.items():
             lines.append(
@@ -204,9 +216,9 @@ class DeltaFit:
                 f", largest residual {float(pairs.residuals.max()):.1g}"
             )
         hessian = self.spectra.get("hessian")
-        if hessian is not None and hessian.least < self.l2:
+        if hessian is not None and hessian.least < self.level:
             lines.append(
-                f"  the hessian's spectrum reaches {self.l2 - hessian.least:.3g} below λ: its "
+                f"  the hessian's spectrum reaches {self.level - hessian.least:.3g} below λ: its "
                 "bounds are about the spectrum corrected to λ"
             )
         lines.append(f"  effective parameters: {self.effective_parameters:.1f} in the K pairs")
@@ -214,6 +226,12 @@ class DeltaFit:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
+
+    @property
+    def _l2_in_words(self) -> str:
+        if not isinstance(self.l2, Mapping):
+            return f"{self.l2:g}"
+        return ", ".join(f"{value:g} ({pattern})" for pattern, value in self.l2.items())
 
     @property
     def _main_values(self) -> Tensor:
@@ -240,7 +258,7 @@ class DeltaFit:
                 estimator,
                 {name: pairs.values for name, pairs in self.spectra.items()},
                 rank=rank,
-                l2=self.l2,
+                l2=self.level,
                 num_parameters=self.num_parameters,
                 num_examples=self.num_examples,
                 overlap=self._overlap if estimator == "sandwich" else None,

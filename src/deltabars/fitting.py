@@ -10,6 +10,7 @@ import torch
 
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
+from deltabars.decay import L2
 from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
@@ -33,7 +34,7 @@ def fit(
     model: torch.nn.Module,
     data: Any,
     *,
-    l2: float,
+    l2: L2,
     estimator: str = "opg",
     rank: int | None = None,
     params: Selection = None,
@@ -56,7 +57,10 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing).
+            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
+            patterns to the λs of their parameters, of which the last that matches counts:
+            `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
+            D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
@@ -119,7 +123,7 @@ def fit(
     problem.warn_if_far_from_optimum()
     diagnostics: dict[str, Any] = {
         "mean_loss": problem.mean_loss,
-        "cost": problem.mean_loss + 0.5 * problem.l2 * float(problem.network.point.norm()) ** 2,
+        "cost": problem.mean_loss + problem.penalty,
         "parameters_reached": problem.num_reached,
         "gradient_norm": float(problem.gradient.norm()),
         "relative_gradient": problem.relative_gradient,
@@ -136,7 +140,7 @@ def fit(
         warn_about_spectrum(name, spectra[name].values, problem.l2, problem.num_parameters)
     return DeltaFit(
         estimator=estimator,
-        l2=problem.l2,
+        decay=problem.decay,
         num_examples=problem.num_examples,
         num_outputs=problem.num_outputs,
         spectra=spectra,

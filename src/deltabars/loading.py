@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deltabars import storage
 from deltabars.covariance import ESTIMATORS
+from deltabars.decay import Decay
 from deltabars.eigen import EigenPairs
 from deltabars.errors import CorruptFileError, ModelError, WeightsMismatchError
 from deltabars.fitted import DeltaFit
@@ -64,15 +66,16 @@ def load(
         raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype)
+    scales = header.get("scales", {})
     return DeltaFit(
         estimator=header["estimator"],
-        l2=header["l2"],
+        decay=Decay(header["l2"], header.get("level", header["l2"]), scales),
         num_examples=header["num_examples"],
         num_outputs=header["num_outputs"],
         spectra={name: pairs.to(network.device) for name, pairs in spectra.items()},
         diagnostics=header["diagnostics"],
         likelihood=get_likelihood(header["likelihood"]),
-        network=network,
+        network=replace(network, scales=scales),
         signature=signature,
         weights=header["weights"],
         memory_budget=memory_budget,

@@ -11,7 +11,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Network:
     constants: Mapping[str, Tensor]  # the other parameters and the buffers, likewise
     device: torch.device
     dtype: torch.dtype
+    # By parameter: derivatives are by ω/scale, that is, times the scale; empty for plain ones.
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def capture(
@@ -91,6 +94,18 @@ class Network:
     def point(self) -> Tensor:
         """ω̂ as one vector (P,)."""
         return self.parameters.flatten(self.trained)
+
+    @cached_property
+    def scale(self) -> Tensor | None:
+        """The scales of all parameters, (P,); None where all are 1."""
+        if not self.scales:
+            return None
+        space = self.parameters
+        own = {
+            name: torch.full(shape, self.scales[name], dtype=torch.float64)
+            for name, shape in zip(space.names, space.shapes, strict=True)
+        }
+        return space.flatten(own).to(self.device, self.dtype)
 
     def outputs(self, trained: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """The outputs z (B, C) at the parameters `trained`; differentiable in them."""

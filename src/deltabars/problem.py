@@ -7,11 +7,11 @@ This is the one place where the 1/N of the mean loss and the λ of the cost ente
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.data import TrainingData
+from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
 from deltabars.likelihoods import Likelihood, get_likelihood
 from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
@@ -41,7 +42,7 @@ class Problem:
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a Likelihood.
         parameters: which parameters count (see `ParameterSpace.select`).
-        l2: λ > 0 of the cost.
+        l2: λ > 0 of the cost; or a mapping from name patterns to the λs of their parameters.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
         chunk_size: examples that are worked on at a time; by default as many as the memory
@@ -66,7 +67,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: float | None = None,
+        l2: L2 | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -74,9 +75,10 @@ class Problem:
         chunk_size: int | None = None,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.l2 = check_l2(l2)
         self.likelihood = get_likelihood(likelihood)
-        self.network = Network.capture(model, parameters, device, dtype)
+        network = Network.capture(model, parameters, device, dtype)
+        self.decay = Decay.read(l2, network.parameters)
+        self.network = replace(network, scales=self.decay.scales)
         self.memory_budget = resolve_budget(memory_budget, self.device)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
@@ -118,6 +120,16 @@ class Problem:
         return self.data.num_examples
 
     @property
+    def l2(self) -> float:
+        """λ, in the coordinates that derivatives are taken in (see `Decay`)."""
+        return self.decay.level
+
+    @property
+    def penalty(self) -> float:
+        """½ Σ λᵢωᵢ² at ω̂: the part of the cost that is not the mean loss."""
+        return 0.5 * float(self.network.point.double() @ self._pull.double())
+
+    @property
     def device(self) -> torch.device:
         """Where to compute."""
         return self.network.device
@@ -130,13 +142,19 @@ class Problem:
     @property
     def gradient(self) -> Tensor:
         """∇cost at ω̂, (P,): about zero where the network was trained to the end with this λ."""
-        return self._data_gradient + self.l2 * self.network.point
+        return self._data_gradient + self._pull
 
     @property
     def relative_gradient(self) -> float:
-        """‖∇cost‖ over ‖∇mean loss‖ + λ‖ω̂‖: 0 at an optimum, 1 where nothing balances."""
-        scale = float(self._data_gradient.norm()) + self.l2 * float(self.network.point.norm())
+        """‖∇cost‖ over ‖∇mean loss‖ + ‖λω̂‖: 0 at an optimum, 1 where nothing balances."""
+        scale = float(self._data_gradient.norm()) + float(self._pull.norm())
         return float(self.gradient.norm()) / scale if scale else 0.0
+
+    @property
+    def _pull(self) -> Tensor:
+        """λω̂, (P,): the gradient of the penalty."""
+        point, scale = self.network.point, self.network.scale
+        return self.l2 * (point if scale is None else point / scale.square())
 
     def chunks(self, size: int | None = None) -> Iterator[Batch]:
         """One pass over the data in chunks, on the device."""
@@ -269,13 +287,3 @@ class Problem:
         watch = partial(self.units.watch, batch.inputs)
         gradient = self.network.gradient(batch.inputs, total, watch)
         return losses.detach(), gradient
-
-
-def check_l2(l2: Any) -> float:
-    """λ as a float, refused unless it is finite and above zero."""
-    if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
-        raise BadValueError(
-            "l2: expected a finite Python number above zero (the weight decay of the training "
-            f"cost), got {l2!r}."
-        )
-    return float(l2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ def save(fit: DeltaFit, path: Any) -> None:
     space = fit.network.parameters
     header = {
         "estimator": fit.estimator,
-        "l2": fit.l2,
+        "l2": dict(fit.l2) if isinstance(fit.l2, Mapping) else fit.l2,
+        "level": fit.level,
+        "scales": dict(fit.decay.scales),
         "num_examples": fit.num_examples,
         "num_outputs": fit.num_outputs,
         "likelihood": fit.likelihood.name,

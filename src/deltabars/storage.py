@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltabars.errors import CorruptFileError, FormatVersionError, StorageError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2 has the scales of parameters with λs of their own
 _ENTRY = "deltabars"
 _LONGEST_HEADER = 64 << 20
 

@@ -53,14 +53,18 @@ class HessianOperator(CurvatureOperator):
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        whole = self._put_back(vectors)
+        whole = self._scaled(self._put_back(vectors))
         while True:
             total = attempt(partial(self._pass, whole))
             if total is not None:
-                return self._pick(total)
+                return self._pick(self._scaled(total))
             self._kept, self._parts = [], {}
             self.kept_bytes, self._room = 0, self._room // 2
             self._chunk_size.halve(min(self._chunk_size.value, self.problem.num_examples))
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        scale = self.problem.network.scale
+        return vectors if scale is None else vectors * scale
 
     def _pass(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)

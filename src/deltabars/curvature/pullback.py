@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ class Pulled:
     count: int
     layers: list[Factors]
     loose: dict[str, Tensor]
+
+    def scaled(self, scales: Mapping[str, float]) -> Pulled:
+        """The rows times a number for each parameter."""
+        layers = []
+        for factors in self.layers:
+            assert factors.weight is not None
+            layers.append(replace(factors, signals=factors.signals * scales[factors.weight]))
+        loose = {name: rows * scales[name] for name, rows in self.loose.items()}
+        return Pulled(self.outputs, self.count, layers, loose)
 
 
 class Pullback:
@@ -93,7 +102,7 @@ class Pullback:
             rest = tuple(self.network.trained)
         if rest:
             pulled.loose.update(self._one_by_one(inputs, cotangents(pulled.outputs), rest))
-        return pulled
+        return pulled.scaled(self.network.scales) if self.network.scales else pulled
 
     def _through_layers(
         self, inputs: Inputs, cotangents: Cotangents, names: list[str]
