@@ -9,9 +9,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from deltabars.certifying import certify
 from deltabars.covariance import (
     ESTIMATORS,
     Covariance,
@@ -21,14 +21,15 @@ from deltabars.covariance import (
 )
 from deltabars.curvature.pullback import Pullback
 from deltabars.decay import L2, Decay
+from deltabars.describing import describe
 from deltabars.eigen import EigenPairs
-from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
-from deltabars.precision import full_precision
 from deltabars.predicting import predict
+from deltabars.prediction import Prediction
+from deltabars.sampling import sample
 from deltabars.saving import save
 from deltabars.summation import inner
 
@@ -157,6 +158,47 @@ class DeltaFit:
             batch_size=batch_size,
         )
 
+    def certify(
+        self,
+        inputs: Any,
+        data: Any,
+        *,
+        tolerance: float = 1e-3,
+        space: str = "probability",
+        estimator: str | None = None,
+        max_products: int | None = None,
+        batch_size: int | None = None,
+    ) -> Prediction:
+        """Predictions whose error bars are as exact as asked for: `std_error ≤ tolerance·std`.
+
+        What the eigenpairs leave open is closed by conjugate gradients on the training data, with
+        Gauss and Gauss-Radau values below and above. The interval is a theorem: it needs no more
+        than that no eigenvalue of G and GGN is below λ. See `deltabars.eigen.enclosing`.
+
+        Args:
+            inputs: as for `predict`; the chosen ones, because it costs more.
+            data: the training data of the fit.
+            tolerance: for half of the width of each std's interval, relative to its middle.
+            space, batch_size: as for `predict`.
+            estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
+            max_products: passes over the data a batch at the most; 1,000 by default.
+
+        Returns:
+            A Prediction, whose std is the middle of the interval.
+
+        Cost: some passes over the data for each batch of inputs: about √(λ_K/λ)·log(1/tolerance).
+        """
+        return certify(
+            self,
+            inputs,
+            data,
+            tolerance=tolerance,
+            space=space,
+            estimator=estimator,
+            max_products=max_products,
+            batch_size=batch_size,
+        )
+
     def with_l2(self, l2: L2) -> DeltaFit:
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
 
@@ -186,52 +228,17 @@ class DeltaFit:
         At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, which can
         lead far out of where a network is linear; `full_rank=False` takes the K directions alone.
         """
-        if not is_whole(n) or n < 1:
-            raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
-        if not is_whole(seed) or not 0 <= seed < 2**63:
-            raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
-        generator = torch.Generator().manual_seed(int(seed))
-        shape = (n, self.num_parameters)
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        noise = noise.to(self.network.device, self.network.dtype)
-        vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
-        with full_precision(self.network.device):
-            covariance = self.covariance_of(self.estimator, self.rank, full_rank)
-            drawn, scale = covariance.root(vectors, noise), self.network.scale
-            return self.network.point + (drawn if scale is None else drawn * scale)
+        return sample(self, n, seed, full_rank)
 
     def save(self, path: Any) -> None:
         """Write the fit to one file; read it again with `deltabars.load(path, model)`."""
         save(self, path)
 
     def __repr__(self) -> str:
-        lines = [
-            f"DeltaFit: {self.estimator}, N = {self.num_examples:,}, P = {self.num_parameters:,}, "
-            f"K = {self.rank:,}, λ = {self._l2_in_words}"
-        ]
-        for name, pairs in self.spectra.items():
-            lines.append(
-                f"  {name}: eigenvalues {float(pairs.values[0]):.4g} … "
-                f"{float(pairs.values[-1]):.4g}"
-                f", largest residual {float(pairs.residuals.max()):.1g}"
-            )
-        hessian = self.spectra.get("hessian")
-        if hessian is not None and hessian.least < self.level:
-            lines.append(
-                f"  the hessian's spectrum reaches {self.level - hessian.least:.3g} below λ: its "
-                "bounds are about the spectrum corrected to λ"
-            )
-        lines.append(f"  effective parameters: {self.effective_parameters:.1f} in the K pairs")
-        return "\n".join(lines)
+        return describe(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
-
-    @property
-    def _l2_in_words(self) -> str:
-        if not isinstance(self.l2, Mapping):
-            return f"{self.l2:g}"
-        return ", ".join(f"{value:g} ({pattern})" for pattern, value in self.l2.items())
 
     @property
     def _main_values(self) -> Tensor:

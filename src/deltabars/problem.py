@@ -38,7 +38,7 @@ class Problem:
     """Everything the curvature of a training cost depends on, checked.
 
     Args:
-        model: a module that returns outputs (B, C). It is never altered.
+        model: a module that returns outputs (B, C), which is never altered; or one captured before.
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a Likelihood.
         parameters: which parameters count (see `ParameterSpace.select`).
@@ -63,11 +63,11 @@ class Problem:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Network,
         data: Any,
         likelihood: str | Likelihood = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2 | None = None,
+        l2: L2 | Decay | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -76,8 +76,10 @@ class Problem:
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
         self.likelihood = get_likelihood(likelihood)
-        network = Network.capture(model, parameters, device, dtype)
-        self.decay = Decay.read(l2, network.parameters)
+        network = model
+        if not isinstance(network, Network):
+            network = Network.capture(network, parameters, device, dtype)
+        self.decay = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
         self.network = replace(network, scales=self.decay.scales)
         self.memory_budget = resolve_budget(memory_budget, self.device)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):

@@ -63,7 +63,7 @@ def sensitivities(
     """
     check_space(space)
     mean = space == "probability"
-    pulled = pullback.pull(inputs, likelihood.mean_jacobian if mean else _identity)
+    pulled = pullback.pull(inputs, likelihood.mean_jacobian if mean else identity)
     outputs = pulled.outputs
     places = pullback.network.parameters.places
     sums = _Sums(outputs, bases, with_gram)
@@ -83,7 +83,8 @@ def check_space(space: str) -> None:
         raise BadValueError(f"space: expected 'probability' or 'logit', got {space!r}.")
 
 
-def _identity(outputs: Tensor) -> Tensor:
+def identity(outputs: Tensor) -> Tensor:
+    """The cotangents (B, C, C) of the outputs themselves."""
     return torch.diag_embed(torch.ones_like(outputs))
 
 

@@ -1,0 +1,210 @@
+"""Error bars to any tolerance: the interval of a prediction, refined on the training data."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch, iterate, unlabelled
+from deltabars.covariance import Tail
+from deltabars.covariance.spread import Interval
+from deltabars.curvature import GGNOperator, OPGOperator
+from deltabars.curvature.base import RowOperator
+from deltabars.curvature.sensitivity import check_space, identity
+from deltabars.eigen.enclosing import Enclosure, enclose_inverse_forms, least_tolerance
+from deltabars.eigen.pairs import is_whole
+from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.memory import BASIS, chunk_within, share
+from deltabars.network import model_errors
+from deltabars.precision import full_precision
+from deltabars.predicting import check_batch_size, served
+from deltabars.prediction import Prediction
+from deltabars.problem import Problem
+from deltabars.progress import Progress
+
+if TYPE_CHECKING:
+    from deltabars.fitted import DeltaFit
+
+OPERATORS: dict[str, type[RowOperator]] = {"opg": OPGOperator, "ggn": GGNOperator}
+
+_READ_SIZE = 1024  # inputs
+_COPIES = 6  # of the rows of F, that solving takes
+_ENOUGH_PRODUCTS = 1000
+
+
+def certify(
+    fit: DeltaFit,
+    inputs: Any,
+    data: Any,
+    *,
+    tolerance: float,
+    space: str,
+    estimator: str | None,
+    max_products: int | None,
+    batch_size: int | None,
+) -> Prediction:
+    """Predictions with intervals of a given width; arguments are those of `DeltaFit.certify`."""
+    name = served(fit, estimator)[0]
+    if name not in OPERATORS:
+        raise BadValueError(
+            f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
+            f"λ, got {name}. "
+            + (
+                "Pass estimator='opg', which a sandwich fit serves."
+                if "opg" in fit.spectra
+                else "Fit with estimator='ggn', the nearest to a Hessian, or 'opg'."
+            )
+        )
+    least = least_tolerance(fit.network.dtype)
+    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
+        raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
+    if tolerance < 2 * least:
+        raise BadValueError(
+            f"tolerance: expected {2 * least:.1g} or more, which is what {fit.network.dtype} can "
+            f"promise, got {tolerance:g}. Fit with dtype=torch.float64 for less."
+        )
+    if max_products is not None and (not is_whole(max_products) or max_products < 3):
+        raise BadValueError(
+            f"max_products: expected a whole number from 3 on, got {max_products!r}."
+        )
+    check_space(space)
+    check_batch_size(batch_size)
+    with Progress("Reading the data", None, "example", fit.progress) as bar:
+        problem = Problem(
+            fit.network,
+            data,
+            fit.likelihood,
+            l2=fit.decay,
+            memory_budget=fit.memory_budget,
+            on_progress=bar.show,
+        )
+    found = f"{problem.data.fingerprint:016x}"
+    if found != fit.diagnostics["data_fingerprint"]:
+        raise DataError(
+            "certify: expected the training data that the fit was made with, in the same order, "
+            f"got others ({problem.num_examples} examples; the fit has {fit.num_examples})."
+        )
+    solver = _Solver(fit, name, problem, tolerance, max_products or _ENOUGH_PRODUCTS)
+    with full_precision(fit.network.device):
+        return solver.predict(inputs, space, batch_size)
+
+
+class _Solver:
+    def __init__(
+        self, fit: DeltaFit, name: str, problem: Problem, tolerance: float, max_products: int
+    ) -> None:
+        self.fit, self.problem = fit, problem
+        self.operator = OPERATORS[name](problem)
+        self.tolerance, self.max_products = tolerance, max_products
+        pairs = fit.spectra[name]
+        vectors, reached = pairs.vectors, problem.reached
+        self.vectors = vectors if reached is None else vectors.index_select(1, reached)  # (K, P')
+        tail = Tail.after(pairs.values, fit.rank, fit.level, fit.num_parameters)
+        self.inverse_tail = 1.0 / tail.harmonic_mean
+        self.weights = (1.0 / pairs.values - self.inverse_tail).to(vectors.dtype)
+
+    def predict(self, inputs: Any, space: str, batch_size: int | None) -> Prediction:
+        fit, parts, wide = self.fit, [], 0
+        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
+        size = batch_size or self._default_batch_size()
+        with Progress("Certifying", total, "input", fit.progress) as bar:
+            for raw in iterate(inputs, _READ_SIZE):
+                batch = unlabelled(raw, fit.signature)
+                fit.signature.check(batch.inputs, also=str(fit.network.dtype))
+                batch = batch.to(fit.network.device, fit.network.dtype)
+                for start in range(0, len(batch), size):
+                    part, missed = self._chunk(batch.rows(slice(start, start + size)), space)
+                    parts.append(part)
+                    wide += missed
+                    bar.show(sum(map(len, parts)))
+        if not parts:
+            raise DataError("Inputs: expected at least one, got none.")
+        if wide:
+            warnings.warn(
+                f"certify: expected intervals within a tolerance of {self.tolerance:g}, got {wide} "
+                f"that are wider after {self.max_products} products. They hold all the same; allow "
+                "more products, or fit with a larger rank.",
+                ConvergenceWarning,
+                stacklevel=5,
+            )
+        return Prediction.concatenate(parts)
+
+    def _default_batch_size(self) -> int:
+        fit = self.fit
+        numbers = _COPIES * fit.num_parameters + 2 * self.problem.activation_bytes
+        per_input = fit.num_outputs * numbers * fit.network.dtype.itemsize
+        room = share(self.problem.memory_budget, BASIS)
+        return chunk_within(room, per_input, _READ_SIZE, fit.network.device)
+
+    def _chunk(self, batch: Batch, space: str) -> tuple[Prediction, int]:
+        """The predictions of a batch, and how many of its intervals are too wide."""
+        fit, likelihood = self.fit, self.fit.likelihood
+        in_mean = space == "probability"
+        outputs = torch.empty(0)
+
+        def cotangents(at: Tensor) -> Tensor:
+            nonlocal outputs
+            outputs = at
+            return likelihood.mean_jacobian(at) if in_mean else identity(at)
+
+        with fit.network.evaluation(), model_errors():
+            rows = fit.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
+        if not bool(outputs.isfinite().all()):
+            raise DataError("Outputs: expected finite values, got NaN or infinity.")
+        shape = rows.shape[:2]
+        found = self._enclose(rows.flatten(0, 1))
+        low, high = (part.view(shape) / fit.num_examples for part in (found.low, found.high))
+        mean = likelihood.mean(outputs)
+        value = mean if in_mean else outputs
+        prediction = _prediction(value, low, high, likelihood.label(mean))
+        return prediction, int((~found.is_close).sum())
+
+    def _enclose(self, rows: Tensor) -> Enclosure:
+        """fᵀA⁻¹f: of the parameters that the examples reach, and of the others, where A is λ."""
+        reached, level = self.problem.reached, self.problem.l2
+        inside = rows if reached is None else rows.index_select(1, reached)
+        found = enclose_inverse_forms(
+            self.operator.reached_matmat,
+            inside,
+            level,
+            self._precondition,
+            self.tolerance,
+            self.max_products,
+        )
+        if reached is None:
+            return found
+        square = rows.double().square().sum(-1) - inside.double().square().sum(-1)
+        others = square.clamp(min=0) / level
+        return Enclosure(found.low + others, found.high + others, found.products, found.is_close)
+
+    def _precondition(self, rows: Tensor) -> Tensor:
+        """Σ̃ of the fit, times N: exact on the eigenvectors, the tail's middle elsewhere."""
+        inside = (rows @ self.vectors.T) * self.weights
+        return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
+
+
+def _prediction(value: Tensor, low: Tensor, high: Tensor, label: Tensor | None) -> Prediction:
+    """A prediction from an interval [low, high] of each variance, (B, C)."""
+    std, score = _middle(low, high), _middle(low.sum(-1), high.sum(-1))
+    kind = value.dtype
+    fields = {
+        f"{name}{suffix}": getattr(interval, field).to(kind)
+        for name, interval in (("std", std), ("score", score))
+        for suffix, field in (
+            ("", "value"),
+            ("_error", "error"),
+            ("_low", "low"),
+            ("_high", "high"),
+        )
+    }
+    return Prediction(
+        mean=value, variance=std.value.square().to(kind), covariance=None, label=label, **fields
+    )
+
+
+def _middle(low: Tensor, high: Tensor) -> Interval:
+    lower, upper = low.sqrt(), high.sqrt()
+    return Interval.rigorous((lower + upper) / 2, lower, upper)
