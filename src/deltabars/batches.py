@@ -31,7 +31,7 @@ class Batch:
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
 
-    def rows(self, index: slice) -> Batch:
+    def rows(self, index: slice | Tensor) -> Batch:
         """The examples that `index` selects."""
         targets = None if self.targets is None else self.targets[index]
         return Batch(map_leaves(lambda leaf: leaf[index], self.inputs), targets)

@@ -81,8 +81,8 @@ class DeltaFit:
 
     @property
     def rank(self) -> int:
-        """K, the number of computed eigenpairs of each matrix."""
-        return min(len(pairs) for pairs in self.spectra.values())
+        """K, the number of computed eigenpairs; of a sandwich the larger one, if they differ."""
+        return max(len(pairs) for pairs in self.spectra.values())
 
     @property
     def effective_parameters(self) -> float:

@@ -11,9 +11,11 @@ import torch
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
 from deltabars.decay import L2
+from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
+from deltabars.growing import Probe, is_automatic
 from deltabars.likelihoods import Likelihood
 from deltabars.network import fingerprint
 from deltabars.parameters import Selection
@@ -36,7 +38,9 @@ def fit(
     *,
     l2: L2,
     estimator: str = "opg",
-    rank: int | None = None,
+    rank: int | str | None = None,
+    tolerance: float | None = None,
+    probe: Any = None,
     params: Selection = None,
     likelihood: str | Likelihood = "categorical",
     solver: str = "auto",
@@ -64,7 +68,13 @@ def fit(
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
-            bounds come with every prediction and say whether K was enough.
+            bounds come with every prediction and say whether K was enough. `"auto"` goes on until
+            they are within `tolerance` on a probe, or the basis fills its share of the memory
+            budget; `diagnostics["rank"]` says which, and what was reached.
+        tolerance: of `rank="auto"`: the most that score_error / score may be for any input of the
+            probe; 0.05 by default.
+        probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
+            examples, drawn by the seed.
         params: which parameters count: None for all, name patterns, a predicate, or
             `last_layer()`.
         likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
@@ -100,8 +110,9 @@ def fit(
             f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
             "serves hessian and opg as well."
         )
-    asked = _DEFAULT_RANK if rank is None else rank
-    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
+    automatic = is_automatic(rank, tolerance, probe, solver)
+    asked = _DEFAULT_RANK if rank is None or automatic else rank
+    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)  # type: ignore[arg-type]
     options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
     with Progress("Reading the data", None, "example", progress) as bar:
@@ -119,6 +130,8 @@ def fit(
         )
     if rank is None:
         options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
+    if automatic:
+        options = replace(options, rank=problem.num_reached)
     check_rank(options.rank, problem.num_parameters)
     problem.warn_if_far_from_optimum()
     diagnostics: dict[str, Any] = {
@@ -133,11 +146,17 @@ def fit(
         "device": str(problem.device),
         "seconds_reading": time.perf_counter() - started,
     }
-    spectra = {}
-    for name in ESTIMATORS[estimator]:
+    chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
+    spectra: dict[str, EigenPairs] = {}
+    # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
+    for name in reversed(ESTIMATORS[estimator]):
         operator = OPERATORS[name](problem)
-        spectra[name], diagnostics[name] = solve(name, operator, options, progress)
+        growth = None if chosen is None else chosen.growth(name, estimator, spectra)
+        spectra[name], diagnostics[name] = solve(name, operator, options, progress, growth)
         warn_about_spectrum(name, spectra[name].values, problem.l2, problem.num_parameters)
+        if growth is not None:
+            diagnostics["rank"] = growth.outcome(spectra[name], problem)
+    spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
     return DeltaFit(
         estimator=estimator,
         decay=problem.decay,

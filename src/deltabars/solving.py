@@ -10,12 +10,15 @@ import deltabars.eigen as eigen
 from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
+from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import default_block_size
 from deltabars.eigen.pairs import audit, embed, is_whole
 from deltabars.errors import BadValueError
+from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
+from deltabars.summation import inner
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
@@ -23,6 +26,7 @@ _ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov s
 _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
 _USUAL_GROWTH = 2.2  # basis vectors a pair: about what trained networks take
 _LEAST_GROWTH = 64
+_GROWING_BLOCK = 20  # vectors, where nobody knows yet how many pairs there will be
 
 
 @dataclass(frozen=True)
@@ -81,17 +85,23 @@ class SolverOptions:
 
 
 def solve(
-    name: str, operator: CurvatureOperator, options: SolverOptions, progress: bool
+    name: str,
+    operator: CurvatureOperator,
+    options: SolverOptions,
+    progress: bool,
+    growth: ProbeGrowth | None = None,
 ) -> tuple[EigenPairs, dict[str, Any]]:
     """The eigenpairs of one matrix; and how they were found, how good they are, and how long
-    they took.
+    they took. With a growth, as many as are enough by it, up to the rank of the options.
     """
     started = time.perf_counter()
     with (
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
     ):
-        pairs = _run(operator, options, bar)
+        pairs = _run(operator, options, bar, growth)
+        if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
+            pairs = pairs.first(growth.useful(pairs.values))
         quality = audit(operator, pairs, options.seed)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
@@ -103,7 +113,9 @@ def solve(
     return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
 
 
-def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> EigenPairs:
+def _run(
+    operator: CurvatureOperator, options: SolverOptions, bar: Progress, growth: ProbeGrowth | None
+) -> EigenPairs:
     rank, report = options.rank, bar.show_products
     common: dict[str, Any] = {
         "tolerance": options.tolerance,
@@ -116,9 +128,12 @@ def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> 
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
     if kind == "dense":
-        return eigen.dense(operator, rank, on_step=report)
+        pairs = eigen.dense(operator, rank, on_step=report)
+        return pairs if growth is None else _cut(pairs, operator, growth)
     if kind == "arpack":
         return eigen.arpack(operator, rank, on_step=report, **common)
+    if growth is not None:
+        common["growth"] = growth
     matrix: CurvatureOperator | _Reached = operator
     places = operator.reached
     if places is not None and rank + options.smallest <= len(places):
@@ -126,11 +141,12 @@ def _run(operator: CurvatureOperator, options: SolverOptions, bar: Progress) -> 
     if kind == "incremental" and isinstance(operator, RowOperator):
         pairs = eigen.incremental_svd(matrix, rank, on_step=report)
     elif isinstance(operator, HessianOperator):
-        common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1)
+        common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1, growth)
         pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, on_step=report, **common)
     else:
-        common["max_vectors"] = _vectors_within(operator, rank, default_block_size(rank))
-        pairs = eigen.block_krylov(matrix, rank, on_step=report, **common)
+        block = default_block_size(rank) if growth is None else _GROWING_BLOCK
+        common["max_vectors"] = _vectors_within(operator, rank, block, growth)
+        pairs = eigen.block_krylov(matrix, rank, block_size=block, on_step=report, **common)
     if places is None or matrix is operator:
         return pairs
     return embed(pairs, places, size, operator.problem.l2)
@@ -148,7 +164,17 @@ class _Reached:
             self.row_scale, self.row_shift = operator.row_scale, operator.row_shift
 
 
-def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) -> int:
+def _cut(pairs: EigenPairs, operator: CurvatureOperator, growth: ProbeGrowth) -> EigenPairs:
+    """As many of the pairs as are enough."""
+    growth.least = pairs.exact_least
+    reached = operator.reached
+    vectors = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
+    return pairs.first(fewest(growth, pairs.values, inner(growth.rows, vectors)) or len(pairs))
+
+
+def _vectors_within(
+    operator: CurvatureOperator, pairs: int, block_size: int, growth: ProbeGrowth | None
+) -> int:
     """How far a Krylov basis may grow before it is restarted.
 
     As far as it needs to as a rule, in which case it is not restarted at all; but within its share
@@ -156,9 +182,11 @@ def _vectors_within(operator: CurvatureOperator, pairs: int, block_size: int) ->
     of them: what counts is the memory.
     """
     size, columns = operator.shape[1], operator.problem.num_reached
+    fitting = share(operator.problem.memory_budget, BASIS) // (columns * operator.dtype.itemsize)
+    if growth is not None:
+        return max(fitting, 4 * block_size)
     usual = int(_USUAL_GROWTH * pairs) - 4 * block_size
     if columns < size:  # the pairs are put among zeros at the end, beside the basis
         usual = max(usual, int((_USUAL_GROWTH - 1) * pairs * size / columns) - 4 * block_size)
     usual = max(usual, pairs + _LEAST_GROWTH)
-    fitting = share(operator.problem.memory_budget, BASIS) // (columns * operator.dtype.itemsize)
     return max(min(usual, fitting - 2 * block_size), pairs + 2 * block_size)

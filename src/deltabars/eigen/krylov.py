@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen.basis import Basis, extend, random_rows
+from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.operators import _Products, as_products
 from deltabars.eigen.pairs import (
     LEAST_RITZ,
@@ -32,6 +33,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.projected import Projected, Ritz
+from deltabars.eigen.restarting import insert, to_keep
 from deltabars.errors import BadValueError
 from deltabars.summation import inner
 
@@ -41,6 +43,7 @@ _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a ran
 _ROOM_FOR_ONE = 16  # vectors
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
+_FIRST_CHECK = 16  # vectors, of a basis that may stop at any time
 
 
 def lanczos(
@@ -52,6 +55,7 @@ def lanczos(
     max_products: int | None = None,
     max_vectors: int | None = None,
     seed: int = 0,
+    growth: Growth | None = None,
     on_step: OnStep | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by Lanczos with full reorthogonalisation.
@@ -68,12 +72,15 @@ def lanczos(
         max_vectors: rows that the basis may have before it is restarted, at the cost of further
             products; at least `rank + smallest` and two blocks. No limit by default.
         seed: of the random start vector.
+        growth: stops as soon as the pairs that have converged are enough by its measure; `rank`
+            is then the most there may be, and where the basis is full, what has converged is
+            returned and nothing is restarted.
         on_step: called with the products done and the pairs converged.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
     and two blocks, the result included); m²P operations for m steps.
     """
-    limits = _Limits(tolerance, max_products, max_vectors)
+    limits = _Limits(tolerance, max_products, max_vectors, growth)
     return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step)
 
 
@@ -87,6 +94,7 @@ def block_krylov(
     max_products: int | None = None,
     max_vectors: int | None = None,
     seed: int = 0,
+    growth: Growth | None = None,
     on_step: OnStep | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by block Lanczos (block Krylov, Rayleigh-Ritz).
@@ -98,7 +106,7 @@ def block_krylov(
     size = block_size if block_size is not None else default_block_size(rank)
     if size < 1:
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    limits = _Limits(tolerance, max_products, max_vectors)
+    limits = _Limits(tolerance, max_products, max_vectors, growth)
     return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step)
 
 
@@ -114,6 +122,7 @@ class _Limits:
     tolerance: float | None
     max_products: int | None
     max_vectors: int | None
+    growth: Growth | None
 
 
 def _solve(
@@ -138,18 +147,19 @@ def _solve(
     generator = torch.Generator().manual_seed(seed)
     budget = 2**62 if limits.max_products is None else limits.max_products
     fewest = min(-(-rank // block_size) * block_size, matrix.shape[0])
-    if budget < fewest:
+    if budget < fewest and limits.growth is None:
         raise BadValueError(
             f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
         )
     room = matrix.shape[0] if limits.max_vectors is None else limits.max_vectors
-    if not is_whole(room) or room < min(rank + smallest + 2 * block_size, matrix.shape[0]):
+    fixed = 0 if limits.growth is not None else rank + smallest
+    if not is_whole(room) or room < min(fixed + 2 * block_size, matrix.shape[0]):
         raise BadValueError(
-            f"max_vectors: expected a whole number from {rank + smallest + 2 * block_size} on "
+            f"max_vectors: expected a whole number from {fixed + 2 * block_size} on "
             f"(the pairs and two blocks of {block_size}), got {room!r}."
         )
     run = _Run(matrix, generator, limit, budget, room, on_step)
-    pairs = run.largest(rank, block_size, smallest)
+    pairs = run.largest(rank, block_size, smallest, growth=limits.growth)
     if bool((pairs.residuals <= limit).all()):
         pairs = run.with_missed_copies(pairs)
     converged = int((pairs.residuals <= limit).sum())
@@ -177,11 +187,17 @@ class _Run:
     restarts: int = 0
 
     def largest(
-        self, rank: int, block_size: int, smallest: int = 0, locked: Tensor | None = None
+        self,
+        rank: int,
+        block_size: int,
+        smallest: int = 0,
+        locked: Tensor | None = None,
+        growth: Growth | None = None,
     ) -> EigenPairs:
         """The largest pairs of the matrix on the orthogonal complement of `locked` (L, P)."""
         size, device, dtype = self.matrix.shape[0], self.matrix.device, self.matrix.dtype
-        basis = Basis(size, rank, device, dtype, locked)
+        basis = Basis(size, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
+        followed = None if growth is None else Followed(growth)
         projected = Projected(device)
         room = size - (0 if locked is None else locked.shape[0])
         block_size = min(block_size, room)
@@ -189,9 +205,11 @@ class _Run:
         block, _ = extend(basis, start, block_size, 0.0, self.generator)
         del start
         norm, least, converged = 0.0, math.inf, 0
-        next_check = min(rank + smallest, room)
+        next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
         while True:
             basis.append(block)
+            if followed is not None:
+                followed.append(block)
             image = self.matrix.matmat(block)  # (b, P)
             middle = inner(block, image).cpu()
             del block  # the basis has it
@@ -209,10 +227,16 @@ class _Run:
                 least = min(least, float(ritz.values[0]))
                 aim = _MARGIN * self.tolerance
                 converged, finished = ritz.converged(rank, smallest, aim)
-                if finished or last:
+                if followed is not None:
+                    converged = ritz.leading(aim)
+                    found = followed.fewest(ritz, min(converged, rank))
+                    if found is not None or full or last:
+                        count = found or max(1, min(converged, rank))
+                        return self._pairs(basis, ritz, count, least)
+                elif finished or last:
                     return self._pairs(basis, ritz, rank, least)
                 if full:
-                    kept = _to_keep(len(ritz.values), rank, smallest, block_size)
+                    kept = to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
                     self.restarts += 1
                 next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
@@ -241,7 +265,7 @@ class _Run:
             if float(top) <= float(pairs.values[-1]) + slack:
                 return pairs
             missed = search.largest(1, 1, locked=pairs.vectors)
-            pairs = _insert(pairs, missed)
+            pairs = insert(pairs, missed)
         return pairs
 
     def _pairs(self, basis: Basis, ritz: Ritz, rank: int, least: float) -> EigenPairs:
@@ -261,30 +285,3 @@ class _Run:
             lower_residuals[:known].to(device),
             {LEAST_RITZ: least},
         )
-
-
-def _to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
-    """Which of `size` ascending Ritz pairs a restart keeps: those wanted, and a third of the rest.
-
-    What is kept beyond the wanted pairs saves it from being found again; what is not leaves room.
-    """
-    rest = size - rank - smallest
-    spare = max(0, min(rest // 3, rest - 2 * block_size))
-    below = smallest + spare // 2 if smallest else 0
-    above = rank + smallest + spare - below
-    return torch.cat([torch.arange(below), torch.arange(size - above, size)])
-
-
-def _insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
-    """The pairs with one more among them and without the last. The vectors move in place."""
-    rank = len(pairs)
-    place = int((pairs.values >= missed.values).sum())
-    for row in range(rank - 1, place, -1):
-        pairs.vectors[row] = pairs.vectors[row - 1]
-    if place < rank:
-        pairs.vectors[place] = missed.vectors[0]
-    values, residuals = (
-        torch.cat([own[:place], new, own[place:]])[:rank]
-        for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
-    )
-    return replace(pairs, values=values, residuals=residuals)

@@ -86,6 +86,17 @@ class EigenPairs:
             statistics=statistics,
         )
 
+    def first(self, count: int) -> EigenPairs:
+        """The `count` largest pairs; the values of the others go to `smallest`."""
+        return replace(
+            self,
+            values=self.values[:count],
+            vectors=self.vectors[:count].clone(),
+            residuals=self.residuals[:count],
+            smallest=torch.cat([self.smallest, self.values[count:].flip(0)]),
+            smallest_residuals=torch.cat([self.smallest_residuals, self.residuals[count:].flip(0)]),
+        )
+
     def to(self, device: torch.device | str) -> EigenPairs:
         """The same pairs on a device."""
         return replace(

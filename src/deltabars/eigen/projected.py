@@ -29,6 +29,12 @@ class Ritz:
         enough = self.values.shape[0] >= rank + smallest
         return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
 
+    def leading(self, tolerance: float) -> int:
+        """How many of the largest pairs, one after the other, have converged."""
+        top = self.values.flip(0)
+        good = self.norms.flip(0) <= tolerance * residual_scale(top)
+        return int(good.long().cumprod(0).sum())
+
 
 class Projected:
     """T in float64, and the coupling R of its last rows to the block that comes next.

@@ -1,0 +1,233 @@
+"""A rank that chooses itself: eigenpairs until a probe's error bars are exact enough."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch, iterate, unlabelled
+from deltabars.covariance import ESTIMATORS, build_covariance
+from deltabars.curvature.pullback import Pullback
+from deltabars.eigen import EigenPairs
+from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.network import model_errors
+from deltabars.problem import Problem
+from deltabars.summation import inner
+
+_DEFAULT_TOLERANCE = 0.05
+
+_MOST_INPUTS = 32  # of a probe that is drawn from the data
+_MOST_ROWS = 1024  # of F
+# Of the tolerance, that the opg part of a sandwich must reach before its Hessian is begun.
+_OPG_SHARE = 0.25
+_AT_FLOOR = 1e-9  # relative: an eigenvalue that is λ but for rounding
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Inputs whose error bars decide how many eigenpairs there are.
+
+    Attributes:
+        problem: whose matrices are to be solved.
+        rows: F of the inputs, among the parameters that the examples reach, (n·C, P').
+        squares: ‖f‖² of its rows, all parameters counted, (n, C).
+        tolerance: for the score's error relative to the score, of every input.
+    """
+
+    problem: Problem
+    rows: Tensor
+    squares: Tensor
+    tolerance: float
+
+    @classmethod
+    def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
+        """A probe of the given inputs; of examples drawn from the data if there are none."""
+        tolerance = _DEFAULT_TOLERANCE if tolerance is None else tolerance
+        batches = _drawn(problem, seed) if inputs is None else [_given(problem, inputs)]
+        pullback, cotangents = Pullback(problem.network), problem.likelihood.mean_jacobian
+        with problem.network.evaluation(), model_errors():
+            rows = torch.cat([pullback.rows(batch.inputs, cotangents) for batch in batches])
+        squares = rows.double().square().sum(-1)
+        if not bool((squares.sum(-1) > 0).all()):
+            raise DataError(
+                "probe: expected inputs whose predictions depend on the parameters, got some that "
+                "do not, which have no error bars to be exact."
+            )
+        rows = rows.flatten(0, 1)
+        if problem.reached is not None:
+            rows = rows.index_select(1, problem.reached)
+        return cls(problem, rows, squares, tolerance)
+
+    def relative_error(
+        self,
+        estimator: str,
+        values: Mapping[str, Tensor],
+        projections: Mapping[str, Tensor],
+        overlap: Tensor | None = None,
+        least_hessian: float | None = None,
+    ) -> float:
+        """The largest relative error of a score, with so many eigenpairs of each matrix."""
+        count = max(len(each) for each in values.values())
+        covariance = build_covariance(
+            estimator,
+            values,
+            rank=count,
+            l2=self.problem.l2,
+            num_parameters=self.problem.num_parameters,
+            num_examples=self.problem.num_examples,
+            overlap=overlap,
+            least_hessian=least_hessian,
+        )
+        shaped = {name: part.view(*self.squares.shape, -1) for name, part in projections.items()}
+        score = covariance.spread(self.squares, shaped).score("rigorous")
+        return float((score.error / score.value).max())
+
+    def growth(self, matrix: str, estimator: str, solved: Mapping[str, EigenPairs]) -> ProbeGrowth:
+        """What decides on the pairs of one matrix, when those of others are there already.
+
+        The Hessian of a sandwich is judged by the error of the sandwich, with the pairs of G, which
+        come first; G by its own.
+        """
+        pairs = solved.get("opg") if matrix == "hessian" else None
+        if estimator != "sandwich" or pairs is None:
+            share = _OPG_SHARE if estimator == "sandwich" else 1.0
+            return ProbeGrowth(self, matrix, share * self.tolerance, self.rows)
+        reached = self.problem.reached
+        known = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
+        rows = torch.cat([self.rows, known])
+        seen = inner(self.rows, known)
+        return ProbeGrowth(self, "sandwich", self.tolerance, rows, pairs.values, seen)
+
+
+@dataclass
+class ProbeGrowth:
+    """Whether eigenpairs are enough for a probe (see `eigen.growth.Growth`).
+
+    Attributes:
+        estimator: whose error bars are looked at.
+        tolerance: for the largest relative error of a score.
+        rows: of F, and of the eigenvectors of G where a sandwich is looked at.
+        opg_values, opg_projections: of G, where a sandwich is looked at.
+        least: the least eigenvalue of a Hessian, where it is known.
+        reached: the error at the last look.
+        is_exhausted: whether all eigenvalues above λ were there at the last look.
+    """
+
+    probe: Probe
+    estimator: str
+    tolerance: float
+    rows: Tensor
+    opg_values: Tensor | None = None
+    opg_projections: Tensor | None = None
+    least: float | None = None
+    reached: float = field(default=float("inf"), init=False)
+    is_exhausted: bool = field(default=False, init=False)
+
+    def is_enough(self, values: Tensor, projections: Tensor) -> bool:
+        """Whether every score of the probe is within the tolerance, or no pair can add anything.
+
+        Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
+        can those of G and GGN after one that is λ.
+        """
+        first = ESTIMATORS[self.estimator][0]
+        above = max(1, self.useful(values))
+        self.is_exhausted = above < len(values) or self._at_floor(values[-1:])
+        values, projections = values[:above], projections[:, :above]
+        if not bool(values[0] > 0):
+            return False
+        count = len(self.probe.rows)
+        spectra, seen = {first: values}, {first: projections[:count]}
+        overlap = None
+        if self.opg_values is not None and self.opg_projections is not None:
+            spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
+            overlap = projections[count:].T  # Q_Hᵀ Q_G
+        self.reached = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
+        return self.reached <= self.tolerance or self.is_exhausted
+
+    def useful(self, values: Tensor) -> int:
+        """How many of the eigenvalues say something: those above λ, and one that is λ."""
+        above = int((values > self.probe.problem.l2 * (1 + _AT_FLOOR)).sum())
+        return above + self._at_floor(values[above : above + 1])
+
+    def _at_floor(self, value: Tensor) -> bool:
+        level = self.probe.problem.l2
+        return bool(((value - level).abs() <= _AT_FLOOR * level).any())
+
+    def outcome(self, pairs: EigenPairs, problem: Problem) -> dict[str, Any]:
+        """How it ended: what was reached, and why no more was computed."""
+        if self.reached <= self.tolerance:
+            stopped = "tolerance"
+        elif self.is_exhausted or len(pairs) >= problem.num_reached:
+            stopped = "spectrum"
+        else:
+            stopped = "memory budget"
+        if stopped != "tolerance":
+            warnings.warn(
+                f"rank='auto': expected scores within {self.tolerance:.3g} of themselves, got "
+                f"{self.reached:.3g} with {len(pairs)} eigenpairs, "
+                + (
+                    "which are all above λ. "
+                    if stopped == "spectrum"
+                    else "with which the memory budget is used up; give a larger memory_budget. "
+                )
+                + "The error bounds of predictions tell how far they can be trusted.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        return {
+            "stopped_by": stopped,
+            "tolerance": self.tolerance,
+            "relative_score_error": self.reached,
+            "probe_inputs": len(self.probe.squares),
+        }
+
+
+def is_automatic(rank: Any, tolerance: Any, probe: Any, solver: Any) -> bool:
+    """Whether the rank is to choose itself; refuse what does not go with the answer."""
+    if not isinstance(rank, str):
+        if tolerance is not None or probe is not None:
+            raise BadValueError(
+                f"tolerance, probe: expected them with rank='auto' only, got rank={rank!r}."
+            )
+        return False
+    if rank != "auto":
+        raise BadValueError(f"rank: expected a whole number or 'auto', got {rank!r}.")
+    if solver in ("arpack", "incremental"):
+        raise BadValueError(
+            f"solver: expected 'auto', 'krylov' or 'dense' with rank='auto', got {solver!r}, which "
+            "must know the rank before it starts."
+        )
+    good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and (not good or not 0 < tolerance < float("inf")):
+        raise BadValueError(
+            "tolerance: expected a number above zero, such as 0.05 for 5 % of a score, got "
+            f"{tolerance!r}."
+        )
+    return True
+
+
+def _given(problem: Problem, inputs: Any) -> Batch:
+    signature = problem.data.signature
+    batch = unlabelled(next(iter(iterate(inputs, _MOST_INPUTS))), signature)
+    signature.check(batch.inputs, also=str(problem.dtype))
+    most = max(1, _MOST_ROWS // problem.num_outputs)
+    return batch.rows(slice(0, most)).to(problem.device, problem.dtype)
+
+
+def _drawn(problem: Problem, seed: int) -> list[Batch]:
+    """Some of the examples, drawn without replacement. Cost: one pass over the data."""
+    count = min(_MOST_INPUTS, max(1, _MOST_ROWS // problem.num_outputs), problem.num_examples)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(problem.num_examples, generator=generator)[:count].sort().values
+    parts, done = [], 0
+    for chunk in problem.chunks():
+        here = chosen[(chosen >= done) & (chosen < done + len(chunk))] - done
+        if len(here):
+            parts.append(chunk.rows(here.to(problem.device)))
+        done += len(chunk)
+    return parts

@@ -1,0 +1,185 @@
+"""rank="auto": as many eigenpairs as a probe needs, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deltabars
+from deltabars.errors import BadValueError, ConvergenceWarning
+from tests.conftest import cached_case
+from tests.networks import make_case, train
+from tests.oracles import Oracle
+
+ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
+
+
+def fitted(case, estimator="opg", **options):
+    given = {"l2": case.l2, "rank": "auto", "progress": False, **options}
+    return deltabars.fit(case.model, case.data, estimator=estimator, **given)
+
+
+def relative(out):
+    return float((out.score_error / out.score).max())
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A network of P = 483."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    inputs = torch.randn(60, 8, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (60,), generator=generator)
+    train(model, inputs, targets, 0.01, steps=200)
+    return model, (inputs, targets), torch.randn(9, 8, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("solver", ["krylov", "dense"])
+def test_within_the_tolerance_on_the_probe(estimator, solver):
+    # Of a convex cost: no eigenvalue of its Hessian is below λ.
+    case = cached_case("linear" if estimator == "sandwich" else "convolutional", l2=0.02)
+    fit = fitted(case, estimator, probe=case.unseen, tolerance=0.02, solver=solver)
+    told = fit.diagnostics["rank"]
+    assert told["stopped_by"] == "tolerance"
+    assert told["tolerance"] == 0.02
+    assert told["probe_inputs"] == len(case.unseen)
+    found = relative(fit.predict(case.unseen))
+    assert found <= 0.02
+    assert told["relative_score_error"] == pytest.approx(found, rel=1e-6, abs=1e-6)
+    assert fit.rank < case.oracle.size
+
+
+@pytest.mark.parametrize("estimator", ["opg", "ggn", "hessian"])
+def test_no_more_than_it_takes(estimator):
+    """One pair less would not do: the dense solver knows all of them, and takes the fewest."""
+    case = cached_case("dense", l2=0.02)
+    fit = fitted(case, estimator, probe=case.unseen, solver="dense")
+    assert relative(fit.predict(case.unseen)) <= 0.05
+    assert relative(fit.predict(case.unseen, rank=fit.rank - 1)) > 0.05
+
+
+@pytest.mark.parametrize("estimator", ["opg", "hessian", "sandwich"])
+def test_krylov_space_that_grows(wide, estimator):
+    model, data, unseen = wide
+    loose, tight = (
+        deltabars.fit(
+            model, data, l2=0.01, estimator=estimator, rank="auto", tolerance=tolerance,
+            probe=unseen, solver="krylov", progress=False,
+        )
+        for tolerance in (0.2, 0.05)
+    )  # fmt: skip
+    for fit, tolerance in ((loose, 0.2), (tight, 0.05)):
+        assert relative(fit.predict(unseen)) <= tolerance
+        matrix = "hessian" if estimator != "opg" else "opg"
+        pairs = fit.spectra[matrix]
+        assert pairs.statistics["solver"] in ("lanczos", "block_krylov")
+        assert pairs.statistics["restarts"] == 0
+        assert float(pairs.residuals.max()) <= 1e-10
+    assert loose.rank <= tight.rank < 483
+
+
+def test_intervals_hold(wide):
+    model, data, unseen = wide
+    options = {"rank": "auto", "tolerance": 0.1, "solver": "krylov", "progress": False}
+    fit = deltabars.fit(model, data, l2=0.01, **options)
+    out = fit.predict(unseen)
+    certified = fit.certify(unseen, data, tolerance=1e-9)
+    assert bool((out.std_low <= certified.std_high).all())
+    assert bool((out.std_high >= certified.std_low).all())
+
+
+def test_a_probe_is_drawn_from_the_data():
+    case = cached_case("dense", l2=0.02)
+    first, second, other = (fitted(case, seed=seed, solver="krylov") for seed in (1, 1, 2))
+    assert first.diagnostics["rank"]["probe_inputs"] == 29  # all of them: there are no 32
+    assert first.rank == second.rank
+    assert relative(first.predict(case.inputs)) <= 0.05
+    assert other.diagnostics["rank"]["relative_score_error"] <= 0.05
+
+
+def test_sandwich_with_two_ranks():
+    """Every use of the pairs bears different numbers of them."""
+    case = make_case("linear", l2=0.05, seed=11)
+    fit = fitted(case, "sandwich", probe=case.unseen, solver="krylov")
+    counts = [len(pairs) for pairs in fit.spectra.values()]
+    assert fit.rank == max(counts)
+    outs = fit.predict(case.unseen, estimator=["hessian", "opg", "sandwich"], covariance=True)
+    for name, out in outs.items():
+        exact = Oracle(case.model, case.inputs, case.targets, case.l2).std(name, case.unseen)
+        assert bool((out.std_low <= exact * (1 + 1e-9)).all())
+        assert bool((out.std_high >= exact * (1 - 1e-9)).all())
+    assert fit.sample(3).shape == (3, 15)
+
+
+def test_a_memory_budget_ends_it(wide):
+    model, data, unseen = wide
+    with pytest.warns(ConvergenceWarning, match=r"with which the memory budget is used up"):
+        fit = deltabars.fit(
+            model, data, l2=0.01, rank="auto", tolerance=1e-9, probe=unseen, progress=False,
+            estimator="ggn", solver="krylov", memory_budget=1 << 21,
+        )  # fmt: skip
+    told = fit.diagnostics["rank"]
+    assert told["stopped_by"] == "memory budget"
+    assert told["relative_score_error"] == pytest.approx(relative(fit.predict(unseen)), rel=1e-6)
+    assert 0 < fit.rank <= (1 << 21) // (4 * 483 * 8)  # a fourth of it is for the basis
+
+
+def test_exact_where_all_pairs_are_needed():
+    case = cached_case("dense", l2=0.02)
+    fit = fitted(case, probe=case.unseen, tolerance=1e-12)
+    assert relative(fit.predict(case.unseen)) <= 1e-12
+    assert fit.diagnostics["rank"]["stopped_by"] == "tolerance"
+
+
+def test_nothing_below_the_floor_is_taken():
+    """A Hessian with eigenvalues below λ: however small the tolerance, they stay in the tail."""
+    case = make_case("dense", l2=0.05, seed=11)
+    fit = fitted(case, "sandwich", probe=case.unseen, tolerance=1e-13, solver="krylov")
+    exact = torch.linalg.eigvalsh(case.oracle.hessian())
+    assert float(exact[0]) < 0.045
+    values = fit.spectra["hessian"].values
+    assert len(values) == int((exact > 0.05 * (1 + 1e-9)).sum()) + 1  # and one that is λ
+    assert float(values[-1]) == pytest.approx(0.05, rel=1e-9)
+
+
+def test_units_that_no_example_reaches():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3)).double()
+    with torch.no_grad():
+        model[0].bias[:25] = -9.0
+    inputs, targets = torch.rand(50, 4, dtype=torch.float64), torch.randint(0, 3, (50,))
+    with pytest.warns(deltabars.errors.OptimumWarning):
+        fit = deltabars.fit(
+            model, (inputs, targets), l2=0.05, rank="auto", solver="krylov", progress=False
+        )
+    assert fit.diagnostics["parameters_reached"] < fit.num_parameters
+    assert relative(fit.predict(inputs)) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tolerance": 0}, "tolerance: expected a number above zero"),
+        ({"tolerance": -0.1}, "tolerance: expected a number above zero"),
+        ({"tolerance": float("nan")}, "tolerance: expected a number above zero"),
+        ({"tolerance": "5 %"}, "tolerance: expected a number above zero"),
+        ({"rank": "many"}, "expected a whole number or 'auto', got 'many'"),
+        ({"rank": 5, "tolerance": 0.1}, "with rank='auto' only, got rank=5"),
+        ({"rank": None, "probe": torch.zeros(1, 4)}, "with rank='auto' only, got rank=None"),
+        ({"solver": "arpack"}, "with rank='auto', got 'arpack'"),
+        ({"solver": "incremental"}, "with rank='auto', got 'incremental'"),
+    ],
+)
+def test_refused(options, told):
+    with pytest.raises(BadValueError, match=told):
+        fitted(cached_case("dense", l2=0.02), **options)
+
+
+def test_a_probe_like_no_training_example():
+    case = cached_case("dense", l2=0.02)
+    with pytest.raises(deltabars.errors.DataError, match="expected"):
+        fitted(case, probe=torch.zeros(3, 9, dtype=torch.float64))
