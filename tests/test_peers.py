@@ -15,6 +15,7 @@ import deltabars
 from deltabars import Problem, eigen
 from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
 from deltabars.errors import SpectrumWarning
+from deltabars.tuning import Evidence
 from tests.networks import make_case
 
 KINDS = ("dense", "convolutional")
@@ -28,6 +29,14 @@ trained = cache(make_case)
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
     return trained(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forward_derivatives():
+    """Torch warns of itself when forward derivatives are first used, whoever uses them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script`")
+        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
 
 
 def import_peer(name):
@@ -148,7 +157,7 @@ class TestLaplaceTorch:
         yield
         torch.set_default_dtype(before)
 
-    def their_prediction(self, case):
+    def their_posterior(self, case, prior):
         laplace = import_peer("laplace")
         backend = import_peer("laplace.curvature.curvlinops").CurvlinopsGGN
         data = torch.utils.data.TensorDataset(*case.data)
@@ -158,30 +167,53 @@ class TestLaplaceTorch:
             subset_of_weights="all",
             hessian_structure="full",
             # Its precision is Σ JᵀSJ + prior·I, which is N times our GGN.
-            prior_precision=case.l2 * len(data),
+            prior_precision=prior * len(data),
             backend=backend,
         )
         posterior.fit(torch.utils.data.DataLoader(data, batch_size=BATCH))
-        return posterior._glm_predictive_distribution(case.unseen)
+        return posterior
+
+    def our_fit(self, case, l2):
+        options = {"estimator": "ggn", "rank": case.oracle.size, "progress": False}
+        return deltabars.fit(case.model, case.data, l2=l2, **options)
 
     @pytest.mark.usefixtures("float64_default")
     def test_logit_covariance_agrees(self, case):
-        mean, covariance = self.their_prediction(case)
-        fit = deltabars.fit(
-            case.model,
-            case.data,
-            l2=case.l2,
-            estimator="ggn",
-            rank=case.oracle.size,
-            progress=False,
-        )
-        out = fit.predict(case.unseen, space="logit", covariance=True)
+        posterior = self.their_posterior(case, case.l2)
+        mean, covariance = posterior._glm_predictive_distribution(case.unseen)
+        out = self.our_fit(case, case.l2).predict(case.unseen, space="logit", covariance=True)
         # The same forward pass, up to the batch it runs in.
         torch.testing.assert_close(out.mean, mean, rtol=0, atol=1e-10)
         # Two float64 inverses of a matrix with a condition number under a hundred.
         torch.testing.assert_close(out.covariance, covariance, rtol=1e-9, atol=1e-11)
         variance = covariance.diagonal(dim1=1, dim2=2)
         torch.testing.assert_close(out.variance, variance, rtol=1e-9, atol=1e-11)
+
+    @pytest.mark.usefixtures("float64_default")
+    def test_log_marginal_likelihood_agrees(self, case):
+        evidence = Evidence.of(self.our_fit(case, case.l2))
+        posterior = self.their_posterior(case, case.l2)
+        for level in (case.l2, 0.001, 0.3):
+            theirs = posterior.log_marginal_likelihood(
+                torch.tensor(level * len(case.targets), dtype=torch.float64)
+            )
+            ours = evidence.interval(torch.tensor([level]))[0]
+            assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+    @pytest.mark.usefixtures("float64_default")
+    def test_a_prior_for_each_layer_agrees(self, case):
+        """Its layers are tensors of parameters."""
+        names = [name for name, _ in case.model.named_parameters()]
+        l2 = {name: case.l2 * (0.8 + 0.1 * place) for place, name in enumerate(names)}
+        prior = torch.tensor(list(l2.values()), dtype=torch.float64)
+        posterior = self.their_posterior(case, prior)
+        _, covariance = posterior._glm_predictive_distribution(case.unseen)
+        fit = self.our_fit(case, l2)
+        out = fit.predict(case.unseen, space="logit", covariance=True)
+        torch.testing.assert_close(out.covariance, covariance, rtol=1e-8, atol=1e-10)
+        ours = Evidence.of(fit).interval(torch.tensor([1.0]))[0]
+        theirs = posterior.log_marginal_likelihood()
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
 
 
 class TestIncrementalSVD:

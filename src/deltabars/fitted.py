@@ -32,6 +32,7 @@ from deltabars.prediction import Prediction
 from deltabars.sampling import sample
 from deltabars.saving import save
 from deltabars.summation import inner
+from deltabars.tuning import Tuning, tune_l2
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +218,25 @@ class DeltaFit:
         if "_overlap" in self.__dict__:
             moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
         return moved
+
+    def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
+        """The λ that the data prefer, for networks trained with none, or with an unknown one.
+
+        The eigenpairs serve every λ; the weights ω̂ stay as they are, so that what is tuned is the
+        width of the error bars, not the network.
+
+        Args:
+            data: for `"validation"`: inputs and targets that were not trained on.
+            method: `"marginal_likelihood"`, of Laplace's method at ω̂ (see `deltabars.tuning`); or
+                `"validation"`, the mean loss of moderated predictions.
+
+        Returns:
+            A Tuning: `l2`, the `fit` with it, and the curve with its interval. Draw it with
+            `deltabars.report.tuning.save_tuning`.
+
+        Cost: K operations a λ; for `"validation"` that of one prediction of the data.
+        """
+        return tune_l2(self, data, method)
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.

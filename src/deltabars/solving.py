@@ -108,6 +108,7 @@ def solve(
             floor = operator.row_shift
             quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
             pairs = replace(pairs, values=pairs.values.clamp(min=floor))
+            quality["data_trace"] = operator.data_trace()
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}

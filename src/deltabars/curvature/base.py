@@ -164,6 +164,12 @@ class RowOperator(CurvatureOperator):
         """The memory that is held from product to product."""
         return 0 if self._kept is None else self._kept.nbytes
 
+    def data_trace(self) -> float:
+        """The trace of (1/N)·RᵀR: what all its eigenvalues sum up to. Cost: one pass over R."""
+        blocks = self.reached_row_blocks()
+        total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
+        return total * self.row_scale
+
     def row_blocks(self) -> Iterator[Tensor]:
         """R in blocks (n, P), in the order of the data.
 

@@ -1,0 +1,175 @@
+"""λ from the data: the log marginal likelihood against dense determinants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deltabars
+from deltabars.errors import BadValueError
+from deltabars.tuning import Evidence
+from tests.conftest import cached_case
+from tests.networks import make_case
+
+MATRICES = ("opg", "ggn", "hessian")
+
+
+def fitted(case, estimator="opg", rank=None, **options):
+    options = {"l2": case.l2, "progress": False, **options}
+    rank = case.oracle.size if rank is None else rank
+    return deltabars.fit(case.model, case.data, estimator=estimator, rank=rank, **options)
+
+
+def dense_evidence(case, estimator):
+    """log p(data | λ) by determinants of prior and posterior precisions, both times 1/N."""
+    data_part = case.oracle.matrix(estimator) - case.l2 * case.oracle.eye()
+    loss = float(case.oracle.losses(case.oracle.point).sum())
+    square = float(case.oracle.point.square().sum())
+
+    def evidence(level):
+        posterior = torch.linalg.slogdet(data_part + level * case.oracle.eye()).logabsdet
+        prior = case.oracle.size * torch.log(torch.tensor(level, dtype=torch.float64))
+        return -loss - 0.5 * case.oracle.count * level * square + 0.5 * float(prior - posterior)
+
+    return evidence
+
+
+def golden(function, low, high):
+    """The maximum of a function of log λ, by golden sections."""
+    ratio = (5**0.5 - 1) / 2
+    for _ in range(80):
+        a, b = high * (low / high) ** ratio, low * (high / low) ** ratio
+        low, high = (low, b) if function(a) > function(b) else (a, high)
+    return (low * high) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["linear", "dense", "convolutional"])
+@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+def test_with_all_pairs_it_is_the_dense_one(kind, estimator):
+    case = cached_case(kind, l2=0.05)
+    exact, own = dense_evidence(case, estimator), Evidence.of(fitted(case, estimator))
+    levels = torch.logspace(-5, 2, 15, dtype=torch.float64)
+    expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
+    for found in own.interval(levels):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-7)
+
+
+def test_a_positive_definite_hessian_likewise():
+    case = cached_case("linear", l2=0.05)
+    exact, own = dense_evidence(case, "hessian"), Evidence.of(fitted(case, "sandwich"))
+    levels = torch.logspace(-4, 1, 9, dtype=torch.float64)
+    expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
+    torch.testing.assert_close(own.interval(levels)[0], expected, rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+@pytest.mark.parametrize("solver", ["dense", "krylov"])
+def test_intervals_hold_at_every_rank(estimator, solver):
+    levels = torch.logspace(-6, 3, 10, dtype=torch.float64)
+    for seed in range(6):
+        case = make_case(("dense", "rectified")[seed % 2], l2=(0.05, 0.005)[seed % 2], seed=seed)
+        exact = dense_evidence(case, estimator)
+        expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
+        widths = []
+        for rank in (1, 4, 12, 25):
+            fit = fitted(case, estimator, rank, solver=solver)
+            value, low, high = Evidence.of(fit).interval(levels)
+            assert bool((low <= expected + 1e-7).all())
+            assert bool((expected <= high + 1e-7).all())
+            assert bool(((low <= value) & (value <= high)).all())
+            widths.append(float((high - low).sum()))
+        assert widths == sorted(widths, reverse=True)
+
+
+@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+def test_it_finds_the_lambda_that_a_dense_computation_finds(estimator):
+    for seed in range(4):
+        case = make_case("dense", l2=0.02, seed=20 + seed)
+        expected = golden(dense_evidence(case, estimator), 1e-7, 1e3)
+        found = fitted(case, estimator).tune_l2()
+        assert found.l2 == pytest.approx(expected, rel=1e-5)
+        assert float(found) == found.l2 == found.fit.l2
+        assert not found.at_edge
+        # MacKay: at the maximum λN‖ω̂‖² is the number of well-determined parameters.
+        square = float(case.oracle.point.square().sum())
+        assert found.l2 * case.oracle.count * square == pytest.approx(
+            found.fit.effective_parameters, rel=1e-4
+        )
+        best = int(found.values.argmax())
+        assert float(found.levels[best]) == pytest.approx(found.l2)
+        assert bool((found.low <= found.values).all() & (found.values <= found.high).all())
+        assert f"l2 = {found.l2}" in repr(found)
+
+
+def test_a_few_pairs_come_close():
+    case = make_case("dense", l2=0.02, seed=21)
+    exact = fitted(case).tune_l2().l2
+    assert fitted(case, rank=12).tune_l2().l2 == pytest.approx(exact, rel=0.2)
+
+
+def test_the_fit_that_comes_with_it_is_that_of_the_new_lambda():
+    case = make_case("dense", l2=0.02, seed=22)
+    fit = fitted(case)
+    tuned = fit.tune_l2().fit
+    again = fit.with_l2(tuned.l2)
+    assert torch.equal(tuned.predict(case.unseen).std, again.predict(case.unseen).std)
+
+
+def test_whatever_lambda_it_starts_from():
+    case = make_case("dense", l2=0.02, seed=23)
+    fit = fitted(case)
+    first, second = fit.tune_l2().l2, fit.with_l2(0.7).tune_l2().l2
+    assert first == pytest.approx(second, rel=1e-5)
+
+
+def test_several_lambdas_are_tuned_by_a_common_factor():
+    case = cached_case("dense", l2=0.05)
+    one = fitted(case).tune_l2()
+    several = fitted(case, l2={"*": 0.05}).tune_l2()
+    assert several.l2 == {"*": pytest.approx(one.l2, rel=1e-6)}
+    torch.testing.assert_close(several.values.max(), one.values.max(), rtol=1e-9, atol=1e-7)
+    with pytest.raises(BadValueError, match="expected one number, got several"):
+        float(several)
+
+
+def test_parameters_that_no_example_reaches_change_nothing():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    model = model.double()
+    with torch.no_grad():
+        model[0].bias[:3] = -5.0
+    data = torch.rand(30, 4, dtype=torch.float64), torch.randint(0, 3, (30,))
+    fits = []
+    for rank in (51, 20):
+        with pytest.warns(deltabars.errors.OptimumWarning):
+            fits.append(deltabars.fit(model, data, l2=0.1, rank=rank, progress=False))
+    whole, part = fits
+    levels = torch.logspace(-3, 1, 5, dtype=torch.float64)
+    exact = Evidence.of(whole).interval(levels)[0]
+    _, low, high = Evidence.of(part).interval(levels)
+    assert bool((low <= exact + 1e-9).all() & (exact <= high + 1e-9).all())
+
+
+def test_a_search_that_ends_at_its_edge_says_so():
+    """Weights of zero: the larger λ, the better."""
+    model = torch.nn.Linear(4, 3).double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    data = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
+    with pytest.warns(deltabars.errors.OptimumWarning):
+        fit = deltabars.fit(model, data, l2=0.1, rank=15, progress=False)
+    found = fit.tune_l2()
+    assert found.at_edge
+    assert "at the edge of the search" in repr(found)
+
+
+def test_refused():
+    case = cached_case("dense", l2=0.05)
+    fit = fitted(case)
+    with pytest.raises(BadValueError, match="method: expected one of"):
+        fit.tune_l2(method="guess")
+    with pytest.raises(BadValueError, match="data: expected validation data"):
+        fit.tune_l2(method="validation")
+    with pytest.raises(BadValueError, match="data: expected none for method='marginal"):
+        fit.tune_l2(case.data)
