@@ -3,6 +3,8 @@
 This is the one place where the 1/N of the mean loss and the λ of the cost enter:
 
     cost(ω) = (1/N) Σₙ lossₙ(ω) + (λ/2)·‖ω‖²
+
+and where the loss that a network was trained with is brought to that form (`likelihoods.losses`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.data import TrainingData
-from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
-from deltabars.likelihoods import Likelihood, get_likelihood
+from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
+from deltabars.likelihoods import Likelihood, read_loss
 from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
+from deltabars.totals import Totals, add_up
 from deltabars.units import Units
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
@@ -39,9 +41,10 @@ class Problem:
     Args:
         model: a module that returns outputs (B, C). It is never altered.
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a Likelihood.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, or the loss module
+            of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
         parameters: which parameters count (see `ParameterSpace.select`).
-        l2: λ > 0 of the cost.
+        l2: λ > 0 of the cost; with a loss module, of the cost that has that module for its loss.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
         chunk_size: examples that are worked on at a time; by default as many as the memory
@@ -50,6 +53,8 @@ class Problem:
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
+        likelihood: with weights, if any, of mean one over the data.
+        l2: λ of the cost above: `given_l2`, unless a loss module reduces in another way.
         units: which units of the network any example switches on.
         reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
             where it is all of them, as far as is known.
@@ -64,7 +69,7 @@ class Problem:
         self,
         model: torch.nn.Module,
         data: Any,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: str | Likelihood | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
         l2: float | None = None,
         *,
@@ -74,8 +79,9 @@ class Problem:
         chunk_size: int | None = None,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.l2 = check_l2(l2)
-        self.likelihood = get_likelihood(likelihood)
+        self.given_l2 = check_l2(l2)
+        loss = read_loss(likelihood)
+        self.likelihood = loss.likelihood
         self.network = Network.capture(model, parameters, device, dtype)
         self.memory_budget = resolve_budget(memory_budget, self.device)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
@@ -94,7 +100,12 @@ class Problem:
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
             self.units = Units(self.network)
-            self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
+            totals = self._read_losses(report)
+            self.mean_loss = totals.loss / totals.weight
+            self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
+            self.l2 = self.given_l2 * loss.l2_factor(
+                self.num_examples, self.num_outputs, totals.weight
+            )
             self.reached = self.units.reached(first.inputs)
 
     @property
@@ -227,48 +238,20 @@ class Problem:
         per_example = _COPIES * self.activation_bytes
         return chunk_within(self.memory_budget, per_example, most, self.device)
 
-    def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
-        """Mean loss and its gradient (P,), with every loss and target checked on the way."""
-        total = torch.zeros(self.num_parameters, device=self.device, dtype=torch.float64)
-        loss_sum = 0.0
-        done = 0
-        for losses, gradient in self.chunk_size.each(self.chunks(), self._chunk_gradient):
-            bad = int((~losses.isfinite()).sum())
-            if bad:
-                raise DataError(
-                    f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
-                    f"of {len(losses)} examples. Look for outputs that overflow."
-                )
-            loss_sum += float(losses.double().sum())
-            total += gradient
-            done += len(losses)
-            report(done, f"gradient of {self.num_examples}")
-        if not bool(total.isfinite().all()):
-            raise ModelError(
-                "Gradients: expected finite values, got NaN or infinity. Look for square roots "
-                "or logarithms at zero in the model."
-            )
-        return loss_sum / self.num_examples, (total / self.num_examples).to(self.dtype)
-
-    def _chunk_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The losses (B,) of a chunk and the gradient (P,) of their sum."""
-        losses = torch.empty(0)
-
-        def total(outputs: Tensor) -> Tensor:
-            nonlocal losses
-            assert batch.targets is not None
-            if outputs.shape[1] != self.num_outputs:
-                raise ModelError(
-                    f"Model output: expected {self.num_outputs} columns on every batch, got "
-                    f"{outputs.shape[1]}."
-                )
-            self.likelihood.check_targets(outputs, batch.targets)
-            losses = self.likelihood.loss(outputs, batch.targets)
-            return losses.sum()
-
-        watch = partial(self.units.watch, batch.inputs)
-        gradient = self.network.gradient(batch.inputs, total, watch)
-        return losses.detach(), gradient
+    def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
+        """The sums over all examples; weights are brought to a mean of one on the way."""
+        totals = add_up(
+            self.network,
+            self.likelihood,
+            self.num_outputs,
+            self.chunks(),
+            self.chunk_size,
+            self.units.watch,
+            lambda done: report(done, f"gradient of {self.num_examples}"),
+        )
+        if totals.weight != self.num_examples:
+            self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
+        return totals
 
 
 def check_l2(l2: Any) -> float:
