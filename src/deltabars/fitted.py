@@ -26,6 +26,7 @@ from deltabars.errors import BadValueError
 from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
+from deltabars.noise import at_noise, with_noise
 from deltabars.precision import full_precision
 from deltabars.predicting import predict
 from deltabars.problem import check_l2
@@ -41,10 +42,12 @@ class DeltaFit:
 
     Attributes:
         estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
-        l2: λ.
+        l2: λ of mean loss + (λ/2)·‖ω‖², with the loss of an example summed over its outputs. Where
+            the likelihood was given as a loss module that reduces otherwise, it is not the number
+            that was given (`diagnostics["given_l2"]`) but what that comes to.
         num_examples: N.
         num_outputs: C.
-        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`.
+        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
         diagnostics: cost and gradient norm of the trained weights; for each matrix how its
             eigenpairs were found and how good they are; times and versions.
     """
@@ -74,6 +77,11 @@ class DeltaFit:
         return min(len(pairs) for pairs in self.spectra.values())
 
     @property
+    def noise(self) -> float | None:
+        """σ of a Gaussian likelihood, given or estimated; None for the others."""
+        return self.likelihood.target_noise
+
+    @property
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ over the K pairs.
 
@@ -92,7 +100,7 @@ class DeltaFit:
         """
         values = self._main_values
         last = Tail.after(values, len(values), self.l2, self.num_parameters).last
-        slack = self.spectra[ESTIMATORS[self.estimator][0]].slack
+        slack = self._main_pairs.slack
         rest = self.num_parameters - len(values)
         low = self.effective_parameters + min(0.0, rest * (1 - self.l2 / last))
         most = float((1 - self.l2 / (values + slack)).sum())
@@ -165,6 +173,15 @@ class DeltaFit:
             moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
         return moved
 
+    def with_noise(self, noise: float | str | None) -> DeltaFit:
+        """The same fit of a Gaussian likelihood at another noise σ. Cost: nothing.
+
+        Args:
+            noise: σ, or `"estimate"` (or None) for that of the training residuals:
+                σ̂² = RSS/(N·C − γ), γ the effective parameters in the K pairs.
+        """
+        return with_noise(self, noise)
+
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
 
@@ -196,6 +213,7 @@ class DeltaFit:
         lines = [
             f"DeltaFit: {self.estimator}, N = {self.num_examples:,}, P = {self.num_parameters:,}, "
             f"K = {self.rank:,}, λ = {self.l2:g}"
+            + ("" if self.noise is None else f", σ = {self.noise:g}")
         ]
         for name, pairs in self.spectra.items():
             lines.append(
@@ -215,9 +233,16 @@ class DeltaFit:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
+    def _pairs(self, name: str) -> EigenPairs:
+        return at_noise(name, self.spectra[name], self.l2, self.noise)
+
+    @property
+    def _main_pairs(self) -> EigenPairs:
+        return self._pairs(ESTIMATORS[self.estimator][0])
+
     @property
     def _main_values(self) -> Tensor:
-        values = self.spectra[ESTIMATORS[self.estimator][0]].values
+        values = self._main_pairs.values
         return values[values > 0]  # the others have no place in a covariance
 
     @cached_property
@@ -236,18 +261,19 @@ class DeltaFit:
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         key = (estimator, rank, full_rank)
         if key not in self._covariances:
+            known = {name: self._pairs(name) for name in self.spectra}
             self._covariances[key] = build_covariance(
                 estimator,
-                {name: pairs.values for name, pairs in self.spectra.items()},
+                {name: pairs.values for name, pairs in known.items()},
                 rank=rank,
                 l2=self.l2,
                 num_parameters=self.num_parameters,
-                num_examples=self.num_examples,
+                num_examples=self.num_examples / (self.noise or 1.0) ** 2,
                 overlap=self._overlap if estimator == "sandwich" else None,
                 least_hessian=self.spectra["hessian"].exact_least
                 if estimator == "sandwich"
                 else None,
-                slacks={name: pairs.slack for name, pairs in self.spectra.items()},
+                slacks={name: pairs.slack for name, pairs in known.items()},
                 full_rank=full_rank,
             )
         return self._covariances[key]

@@ -15,6 +15,7 @@ from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
 from deltabars.likelihoods import Likelihood
 from deltabars.network import fingerprint
+from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
 from deltabars.problem import Problem
 from deltabars.progress import Progress
@@ -37,7 +38,7 @@ def fit(
     estimator: str = "opg",
     rank: int | None = None,
     params: Selection = None,
-    likelihood: str | Likelihood = "categorical",
+    likelihood: str | Likelihood | torch.nn.Module = "categorical",
     solver: str = "auto",
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -56,14 +57,18 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing).
+            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
+            likelihood, that of the cost with its value in place of the mean loss.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
             bounds come with every prediction and say whether K was enough.
         params: which parameters count: None for all, name patterns, a predicate, or
             `last_layer()`.
-        likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
+            `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
+            training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
+            noise), whose weights, smoothing and reduction are accounted for.
         solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
             (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
             and GGN; a sandwich takes its H from Lanczos).
@@ -119,6 +124,7 @@ def fit(
     problem.warn_if_far_from_optimum()
     diagnostics: dict[str, Any] = {
         "mean_loss": problem.mean_loss,
+        "given_l2": problem.given_l2,
         "cost": problem.mean_loss + 0.5 * problem.l2 * float(problem.network.point.norm()) ** 2,
         "parameters_reached": problem.num_reached,
         "gradient_norm": float(problem.gradient.norm()),
@@ -134,7 +140,7 @@ def fit(
         operator = OPERATORS[name](problem)
         spectra[name], diagnostics[name] = solve(name, operator, options, progress)
         warn_about_spectrum(name, spectra[name].values, problem.l2, problem.num_parameters)
-    return DeltaFit(
+    found = DeltaFit(
         estimator=estimator,
         l2=problem.l2,
         num_examples=problem.num_examples,
@@ -148,3 +154,4 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
+    return with_settled_noise(found)
