@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
 from deltabars import Problem
@@ -196,6 +197,46 @@ def test_a_likelihood_has_the_l2_of_the_mean_loss_and_weights_are_proportions(pl
     )  # fmt: skip
     expected = case.fit("ggn").predict(case.unseen).std
     torch.testing.assert_close(fit.predict(case.unseen).std, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_yes_or_no(estimator, seed):
+    generator = torch.Generator().manual_seed(seed)
+    new = {"generator": generator, "dtype": torch.float64}
+    inputs, unseen = torch.randn(25, 4, **new), torch.randn(6, 4, **new)
+    targets = torch.randint(0, 2, (25, 1), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    module = nn.BCEWithLogitsLoss()
+    minimise(model, lambda: module(model(inputs), targets.double()), 0.1)
+    oracle = Oracle(model, inputs, targets, 0.1, likelihood="bernoulli")
+    for likelihood in ("bernoulli", module):
+        out = deltabars.fit(
+            model, (inputs, targets), l2=0.1, likelihood=likelihood, estimator=estimator,
+            rank=oracle.size, progress=False,
+        ).predict(unseen)  # fmt: skip
+        torch.testing.assert_close(out.std, oracle.std(estimator, unseen), rtol=0, atol=1e-8)
+        torch.testing.assert_close(out.mean, model(unseen).detach().sigmoid())
+        assert torch.equal(out.label, (model(unseen) > 0).long())
+        torch.testing.assert_close(out.score, out.std[:, 0])
+
+
+@pytest.mark.parametrize("kind", ["CE weighted, smoothed", "BCE weighted"])
+def test_the_linear_part_of_a_weighted_loss_is_traced_and_kept(kind):
+    operator = HessianOperator(trained(kind).problem())
+    operator.to_dense()
+    assert operator.kept_bytes > 0
+
+
+def test_weights_from_a_loader_in_chunks():
+    case = trained("CE weighted, smoothed")
+    loader = DataLoader(TensorDataset(*case.data), batch_size=5, shuffle=True)
+    problem = Problem(case.model, loader, case.module, l2=case.l2, chunk_size=4)
+    for matrix in OPERATORS:
+        ours = OPERATORS[matrix](problem).to_dense()
+        torch.testing.assert_close(ours, case.oracle.matrix(matrix), rtol=0, atol=1e-10)
 
 
 def test_two_classes_are_one_answer_with_the_same_weights():

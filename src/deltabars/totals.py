@@ -94,20 +94,21 @@ def _of_chunk(
     batch: Batch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses (B,) of a chunk, their weights (B,), and the gradient (P,) of the losses' sum."""
-    losses = weights = torch.empty(0)
+    targets = batch.targets
+    assert targets is not None
+    outputs = losses = torch.empty(0)
 
-    def total(outputs: Tensor) -> Tensor:
-        nonlocal losses, weights
-        assert batch.targets is not None
+    def total(found: Tensor) -> Tensor:
+        nonlocal outputs, losses
+        outputs = found
         if outputs.shape[1] != num_outputs:
             raise ModelError(
                 f"Model output: expected {num_outputs} columns on every batch, got "
                 f"{outputs.shape[1]}."
             )
-        likelihood.check_targets(outputs, batch.targets)
-        losses = likelihood.loss(outputs, batch.targets)
-        weights = likelihood.weights(outputs.detach(), batch.targets)
+        likelihood.check_targets(outputs, targets)
+        losses = likelihood.loss(outputs, targets)
         return losses.sum()
 
     gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
-    return losses.detach(), weights, gradient
+    return losses.detach(), likelihood.weights(outputs.detach(), targets), gradient
