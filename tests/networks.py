@@ -105,6 +105,11 @@ def make_case(kind="dense", count=29, l2=0.05, seed=0, likelihood="categorical")
 
 
 def train(model, inputs, targets, l2, likelihood="categorical", steps=400) -> None:
+    minimise(model, lambda: LOSSES[likelihood](model(inputs), targets).mean(), l2, steps)
+
+
+def minimise(model, loss, l2, steps=400) -> None:
+    """Bring the weights to an optimum of loss() + (l2/2)·‖w‖²."""
     weights = list(model.parameters())
     optimiser = torch.optim.LBFGS(
         weights, max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14,
@@ -113,8 +118,7 @@ def train(model, inputs, targets, l2, likelihood="categorical", steps=400) -> No
 
     def closure():
         optimiser.zero_grad()
-        cost = LOSSES[likelihood](model(inputs), targets).mean()
-        cost = cost + 0.5 * l2 * sum(w.square().sum() for w in weights)
+        cost = loss() + 0.5 * l2 * sum(w.square().sum() for w in weights)
         cost.backward()
         return cost
 

@@ -26,11 +26,12 @@ MEANS = {
 class Oracle:
     """Dense matrices of a model's cost at its weights, for the named parameters."""
 
-    def __init__(self, model, inputs, targets, l2, names=None, likelihood="categorical"):
+    def __init__(self, model, inputs, targets, l2, names=None, likelihood="categorical", loss=None):
         self.model = model.eval()
         self.inputs, self.targets, self.l2 = inputs, targets, l2
         self.names = list(names or dict(model.named_parameters()))
         self.likelihood = likelihood
+        self.loss = loss or LOSSES[likelihood]  # (z, y) -> (B,)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         self.shapes = [shapes[name] for name in self.names]
         values = dict(model.named_parameters())
@@ -46,7 +47,7 @@ class Oracle:
         return torch.func.functional_call(self.model, parts, (inputs,))
 
     def losses(self, vector: Tensor) -> Tensor:
-        return LOSSES[self.likelihood](self.outputs(vector, self.inputs), self.targets)
+        return self.loss(self.outputs(vector, self.inputs), self.targets)
 
     def eye(self) -> Tensor:
         return torch.eye(self.size, dtype=self.point.dtype)
@@ -75,7 +76,7 @@ class Oracle:
         total = torch.zeros(self.size, self.size, dtype=self.point.dtype)
         outputs = self.outputs(self.point, self.inputs).detach()
         for n, rows in enumerate(self.jacobian(self.inputs)):
-            loss = lambda z, n=n: LOSSES[self.likelihood](z[None], self.targets[n : n + 1])[0]  # noqa: E731
+            loss = lambda z, n=n: self.loss(z[None], self.targets[n : n + 1])[0]  # noqa: E731
             curvature = torch.autograd.functional.hessian(loss, outputs[n])
             total += rows.T @ curvature @ rows
         return total / self.count + self.l2 * self.eye()

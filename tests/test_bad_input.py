@@ -70,7 +70,7 @@ def with_warnings(attempt):
 
 FIT_OPTIONS = {
     "l2": (0, -0.1, math.nan, math.inf, "0.01", None, True),
-    "rank": (0, -1, 44, 2.5, True, "auto"),
+    "rank": (0, -1, 44, 2.5, True, "many"),
     "estimator": ("fisher", None, ["opg"]),
     "solver": ("qr", None, ["dense"]),
     "likelihood": ("poisson", None),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+from torch import nn
 
 import deltabars
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.likelihoods import Gaussian
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.oracles import Oracle
@@ -75,6 +79,30 @@ def test_logits_other_decays_and_sandwich_fits():
     assert holds(
         several, Oracle(case.model, case.inputs, case.targets, per).std("opg", case.unseen)
     )
+
+
+@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+@pytest.mark.parametrize("noise", [0.3, 2.5, "estimate"])
+def test_regression(estimator, noise):
+    """Noise scales the data part of G and the number of examples; all pairs give the answer."""
+    case = make_case("dense", l2=0.05, seed=7, likelihood="gaussian")
+    options = {"likelihood": Gaussian(noise=noise)}
+    whole = fitted(case, estimator, case.oracle.size, **options)
+    exact = whole.predict(case.unseen)
+    few = fitted(case, estimator, 12, **options).with_noise(whole.noise)
+    out = few.certify(case.unseen, case.data, tolerance=1e-9)
+    assert holds(out, exact.std)
+    torch.testing.assert_close(out.total_std, exact.total_std, rtol=1e-8, atol=0)
+
+
+def test_weighted_losses():
+    case = make_case("dense", l2=0.05, seed=8)
+    options = {"likelihood": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", deltabars.errors.OptimumWarning)
+        exact = fitted(case, rank=case.oracle.size, **options).predict(case.unseen)
+        fit = fitted(case, **options)
+    assert holds(fit.certify(case.unseen, case.data, tolerance=1e-9), exact.std)
 
 
 def test_parameters_that_no_example_reaches():

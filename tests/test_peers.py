@@ -15,6 +15,7 @@ import deltabars
 from deltabars import Problem, eigen
 from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
 from deltabars.errors import SpectrumWarning
+from deltabars.likelihoods import Gaussian
 from deltabars.tuning import Evidence
 from tests.networks import make_case
 
@@ -213,6 +214,44 @@ class TestLaplaceTorch:
         torch.testing.assert_close(out.covariance, covariance, rtol=1e-8, atol=1e-10)
         ours = Evidence.of(fit).interval(torch.tensor([1.0]))[0]
         theirs = posterior.log_marginal_likelihood()
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+    @pytest.mark.usefixtures("float64_default")
+    @pytest.mark.parametrize("noise", [0.4, 3.0])
+    def test_regression_agrees(self, noise):
+        laplace = import_peer("laplace")
+        backend = import_peer("laplace.curvature.curvlinops").CurvlinopsGGN
+        case = trained("dense", likelihood="gaussian")
+        data = torch.utils.data.TensorDataset(*case.data)
+        posterior = laplace.Laplace(
+            copy.deepcopy(case.model),
+            "regression",
+            subset_of_weights="all",
+            hessian_structure="full",
+            sigma_noise=noise,
+            # Its precision is Σ JᵀJ/σ² + prior·I; that of mean ½‖r‖² + (λ/2)‖ω‖² over σ²/N.
+            prior_precision=case.l2 * len(data) / noise**2,
+            backend=backend,
+        )
+        posterior.fit(torch.utils.data.DataLoader(data, batch_size=BATCH))
+        mean, covariance = posterior(case.unseen)
+        fit = deltabars.fit(
+            case.model,
+            case.data,
+            l2=case.l2,
+            likelihood=Gaussian(noise),
+            estimator="ggn",
+            rank=case.oracle.size,
+            progress=False,
+        )
+        out = fit.predict(case.unseen, covariance=True)
+        # As above: one forward pass, two inverses.
+        torch.testing.assert_close(out.mean, mean, rtol=0, atol=1e-10)
+        torch.testing.assert_close(out.covariance, covariance, rtol=1e-9, atol=1e-11)
+        total = (covariance.diagonal(dim1=1, dim2=2) + noise**2).sqrt()
+        torch.testing.assert_close(out.total_std, total, rtol=1e-9, atol=0)
+        theirs = posterior.log_marginal_likelihood()
+        ours = Evidence.of(fit).interval(torch.tensor([case.l2]))[0]
         assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
 
 

@@ -1,6 +1,6 @@
 """Error bars for the predictions of any trained PyTorch network, by the Delta method."""
 
-from deltabars import curvature, eigen, errors
+from deltabars import curvature, eigen, errors, likelihoods
 from deltabars.eigen import EigenPairs
 from deltabars.fitted import DeltaFit
 from deltabars.fitting import fit
@@ -21,5 +21,6 @@ __all__ = [
     "errors",
     "fit",
     "last_layer",
+    "likelihoods",
     "load",
 ]

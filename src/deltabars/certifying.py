@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltabars.batches import Batch, iterate, unlabelled
 from deltabars.covariance import Tail
-from deltabars.covariance.spread import Interval
+from deltabars.covariance.spread import Spread
 from deltabars.curvature import GGNOperator, OPGOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.sensitivity import check_space, identity
@@ -99,7 +99,9 @@ class _Solver:
         self.fit, self.problem = fit, problem
         self.operator = OPERATORS[name](problem)
         self.tolerance, self.max_products = tolerance, max_products
-        pairs = fit.spectra[name]
+        # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
+        self.share = 1.0 / (fit.noise or 1.0) ** 2 if name == "opg" else 1.0
+        pairs = fit.pairs_of(name)
         vectors, reached = pairs.vectors, problem.reached
         self.vectors = vectors if reached is None else vectors.index_select(1, reached)  # (K, P')
         tail = Tail.after(pairs.values, fit.rank, fit.level, fit.num_parameters)
@@ -156,10 +158,13 @@ class _Solver:
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
         shape = rows.shape[:2]
         found = self._enclose(rows.flatten(0, 1))
-        low, high = (part.view(shape) / fit.num_examples for part in (found.low, found.high))
+        low, high = (
+            part.view(shape) / fit.informative_examples for part in (found.low, found.high)
+        )
         mean = likelihood.mean(outputs)
         value = mean if in_mean else outputs
-        prediction = _prediction(value, low, high, likelihood.label(mean))
+        noise = likelihood.target_noise
+        prediction = Prediction.of(value, _spread(low, high), likelihood.label(mean), noise)
         return prediction, int((~found.is_close).sum())
 
     def _enclose(self, rows: Tensor) -> Enclosure:
@@ -167,7 +172,7 @@ class _Solver:
         reached, level = self.problem.reached, self.problem.l2
         inside = rows if reached is None else rows.index_select(1, reached)
         found = enclose_inverse_forms(
-            self.operator.reached_matmat,
+            self._product,
             inside,
             level,
             self._precondition,
@@ -180,31 +185,27 @@ class _Solver:
         others = square.clamp(min=0) / level
         return Enclosure(found.low + others, found.high + others, found.products, found.is_close)
 
+    def _product(self, rows: Tensor) -> Tensor:
+        image = self.operator.reached_matmat(rows)
+        if self.share == 1:
+            return image
+        return self.share * image + (1 - self.share) * self.problem.l2 * rows
+
     def _precondition(self, rows: Tensor) -> Tensor:
         """Σ̃ of the fit, times N: exact on the eigenvectors, the tail's middle elsewhere."""
         inside = (rows @ self.vectors.T) * self.weights
         return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
 
 
-def _prediction(value: Tensor, low: Tensor, high: Tensor, label: Tensor | None) -> Prediction:
-    """A prediction from an interval [low, high] of each variance, (B, C)."""
-    std, score = _middle(low, high), _middle(low.sum(-1), high.sum(-1))
-    kind = value.dtype
-    fields = {
-        f"{name}{suffix}": getattr(interval, field).to(kind)
-        for name, interval in (("std", std), ("score", score))
-        for suffix, field in (
-            ("", "value"),
-            ("_error", "error"),
-            ("_low", "low"),
-            ("_high", "high"),
-        )
-    }
-    return Prediction(
-        mean=value, variance=std.value.square().to(kind), covariance=None, label=label, **fields
-    )
-
-
-def _middle(low: Tensor, high: Tensor) -> Interval:
+def _spread(low: Tensor, high: Tensor) -> Spread:
+    """A standard deviation in the middle of its interval, from that of each variance, (B, C)."""
     lower, upper = low.sqrt(), high.sqrt()
-    return Interval.rigorous((lower + upper) / 2, lower, upper)
+    return Spread(
+        variance=((lower + upper) / 2).square(),
+        low=lower,
+        high=upper,
+        score_low=low.sum(-1).sqrt(),
+        score_high=high.sum(-1).sqrt(),
+        paper_delta=torch.zeros_like(low),
+        covariance=None,
+    )

@@ -73,6 +73,19 @@ class Decay:
             )
         return cls(given, levels[0], scales)
 
+    def times(self, factor: float) -> Decay:
+        """All λs times a number."""
+        if factor == 1:
+            return self
+        return Decay(scaled(self.given, factor), factor * self.level, self.scales)
+
+
+def scaled(l2: L2, factor: float) -> L2:
+    """λ, or several, times a number."""
+    if isinstance(l2, Mapping):
+        return {pattern: factor * value for pattern, value in l2.items()}
+    return factor * l2
+
 
 def check_number(l2: Any) -> float:
     """λ as a float, refused unless it is finite and above zero."""

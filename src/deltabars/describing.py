@@ -15,6 +15,7 @@ def describe(fit: DeltaFit) -> str:
     lines = [
         f"DeltaFit: {fit.estimator}, N = {fit.num_examples:,}, P = {fit.num_parameters:,}, "
         f"K = {fit.rank:,}, λ = {_in_words(fit.l2)}"
+        + ("" if fit.noise is None else f", σ = {fit.noise:g}")
     ]
     for name, pairs in fit.spectra.items():
         lines.append(

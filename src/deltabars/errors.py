@@ -62,6 +62,10 @@ class ModelWarning(DeltaBarsWarning):
     """The model can be used, but its outputs do not look like logits."""
 
 
+class LossWarning(DeltaBarsWarning):
+    """The loss can be read in more than one way, which decides what l2 means."""
+
+
 class SpectrumWarning(DeltaBarsWarning):
     """The spectrum breaks the premise of the error bound, or of a covariance."""
 

@@ -12,21 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from deltabars.certifying import certify
+from deltabars.choosing import covariance_of
 from deltabars.covariance import (
-    ESTIMATORS,
     Covariance,
-    Tail,
-    build_covariance,
     warn_about_spectrum,
 )
 from deltabars.curvature.pullback import Pullback
 from deltabars.decay import L2, Decay
 from deltabars.describing import describe
+from deltabars.effective import effective_parameters, effective_parameters_interval
 from deltabars.eigen import EigenPairs
-from deltabars.errors import BadValueError
 from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
 from deltabars.network import Network
+from deltabars.noise import at_noise, with_noise
 from deltabars.predicting import predict
 from deltabars.prediction import Prediction
 from deltabars.sampling import sample
@@ -46,7 +45,7 @@ class DeltaFit:
         decay: λ, or the λs by name pattern.
         num_examples: N.
         num_outputs: C.
-        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`.
+        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
         diagnostics: cost and gradient norm of the trained weights; for each matrix how its
             eigenpairs were found and how good they are; times and versions.
     """
@@ -86,14 +85,18 @@ class DeltaFit:
         return max(len(pairs) for pairs in self.spectra.values())
 
     @property
+    def noise(self) -> float | None:
+        """σ of a Gaussian likelihood, given or estimated; None for the others."""
+        return self.likelihood.target_noise
+
+    @property
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ over the K pairs.
 
         A sandwich fit answers for its Hessian. See `effective_parameters_interval` for the rest
         of the spectrum.
         """
-        values = self._main_values
-        return float(((values - self.level) / values).sum())
+        return effective_parameters(self)
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
@@ -102,13 +105,7 @@ class DeltaFit:
         Raises:
             BadValueError: no eigenvalue is positive.
         """
-        values = self._main_values
-        last = Tail.after(values, len(values), self.level, self.num_parameters).last
-        slack = self.spectra[ESTIMATORS[self.estimator][0]].slack
-        rest = self.num_parameters - len(values)
-        low = self.effective_parameters + min(0.0, rest * (1 - self.level / last))
-        most = float((1 - self.level / (values + slack)).sum())
-        return low, most + max(0.0, rest * (1 - self.level / (last + slack)))
+        return effective_parameters_interval(self)
 
     def __post_init__(self) -> None:
         for name in ("spectra", "diagnostics"):
@@ -172,22 +169,18 @@ class DeltaFit:
     ) -> Prediction:
         """Predictions whose error bars are as exact as asked for: `std_error ≤ tolerance·std`.
 
-        What the eigenpairs leave open is closed by conjugate gradients on the training data, with
-        Gauss and Gauss-Radau values below and above. The interval is a theorem: it needs no more
-        than that no eigenvalue of G and GGN is below λ. See `deltabars.eigen.enclosing`.
+        What the eigenpairs leave open is closed by conjugate gradients on the training data
+        (`deltabars.eigen.enclosing`). The interval is a theorem: no eigenvalue of G and GGN is
+        below λ, and more it does not need.
 
         Args:
-            inputs: as for `predict`; the chosen ones, because it costs more.
+            inputs, space, batch_size: as for `predict`; inputs of choice, because it costs more.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
-            space, batch_size: as for `predict`.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
             max_products: passes over the data a batch at the most; 1,000 by default.
 
-        Returns:
-            A Prediction, whose std is the middle of the interval.
-
-        Cost: some passes over the data for each batch of inputs: about √(λ_K/λ)·log(1/tolerance).
+        Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
         return certify(
             self,
@@ -215,28 +208,33 @@ class DeltaFit:
         moved = replace(
             self, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={}
         )
-        if "_overlap" in self.__dict__:
-            moved.__dict__["_overlap"] = self._overlap  # it depends on the vectors alone
+        if "overlap" in self.__dict__:
+            moved.__dict__["overlap"] = self.overlap  # it depends on the vectors alone
         return moved
 
     def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
         """The λ that the data prefer, for networks trained with none, or with an unknown one.
 
-        The eigenpairs serve every λ; the weights ω̂ stay as they are, so that what is tuned is the
-        width of the error bars, not the network.
+        The weights ω̂ stay as they are: what is tuned is the width of the error bars.
 
         Args:
             data: for `"validation"`: inputs and targets that were not trained on.
-            method: `"marginal_likelihood"`, of Laplace's method at ω̂ (see `deltabars.tuning`); or
-                `"validation"`, the mean loss of moderated predictions.
+            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see `deltabars.tuning`), or
+                `"validation"`: the mean loss of moderated predictions.
 
         Returns:
-            A Tuning: `l2`, the `fit` with it, and the curve with its interval. Draw it with
-            `deltabars.report.tuning.save_tuning`.
-
-        Cost: K operations a λ; for `"validation"` that of one prediction of the data.
+            A Tuning: `l2`, the `fit` with it, and the curve with its interval, to be drawn by
+            `deltabars.report.tuning.save_tuning`. Cost: K operations a λ, or one prediction.
         """
         return tune_l2(self, data, method)
+
+    def with_noise(self, noise: float | str | None) -> DeltaFit:
+        """The same fit of a Gaussian likelihood at another noise σ. Cost: nothing.
+
+        `"estimate"` (or None) takes that of the training residuals: σ̂² = RSS/(N·C − γ), γ the
+        effective parameters in the K pairs.
+        """
+        return with_noise(self, noise)
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
@@ -245,8 +243,8 @@ class DeltaFit:
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
         `fit.network.parameters.unflatten`.
 
-        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, which can
-        lead far out of where a network is linear; `full_rank=False` takes the K directions alone.
+        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
+        of where a network is linear; `full_rank=False` takes the K directions alone.
         """
         return sample(self, n, seed, full_rank)
 
@@ -258,12 +256,16 @@ class DeltaFit:
         return describe(self)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        return f"<pre>{html.escape(describe(self))}</pre>"
 
     @property
-    def _main_values(self) -> Tensor:
-        values = self.spectra[ESTIMATORS[self.estimator][0]].values
-        return values[values > 0]  # the others have no place in a covariance
+    def informative_examples(self) -> float:
+        """N/σ²: of regression with noise σ an example says 1/σ² times as much; else N."""
+        return self.num_examples / (self.noise or 1.0) ** 2
+
+    def pairs_of(self, name: str) -> EigenPairs:
+        """The eigenpairs of a matrix at the fit's noise (see `deltabars.noise`)."""
+        return at_noise(name, self.spectra[name], self.level, self.noise)
 
     @cached_property
     def pullback(self) -> Pullback:
@@ -271,28 +273,13 @@ class DeltaFit:
         return Pullback(self.network)
 
     @cached_property
-    def _overlap(self) -> Tensor:
+    def overlap(self) -> Tensor:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
         return inner(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
     def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
         """Σ of an estimator that the fit serves, from its first `rank` pairs."""
-        if not isinstance(full_rank, bool):
-            raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         key = (estimator, rank, full_rank)
-        if key not in self._covariances:
-            self._covariances[key] = build_covariance(
-                estimator,
-                {name: pairs.values for name, pairs in self.spectra.items()},
-                rank=rank,
-                l2=self.level,
-                num_parameters=self.num_parameters,
-                num_examples=self.num_examples,
-                overlap=self._overlap if estimator == "sandwich" else None,
-                least_hessian=self.spectra["hessian"].exact_least
-                if estimator == "sandwich"
-                else None,
-                slacks={name: pairs.slack for name, pairs in self.spectra.items()},
-                full_rank=full_rank,
-            )
+        if key not in self._covariances or not isinstance(full_rank, bool):  # 1 == True
+            self._covariances[key] = covariance_of(self, estimator, rank, full_rank)
         return self._covariances[key]

@@ -18,6 +18,7 @@ from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.likelihoods import Likelihood
 from deltabars.network import fingerprint
+from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
 from deltabars.problem import Problem
 from deltabars.progress import Progress
@@ -42,7 +43,7 @@ def fit(
     tolerance: float | None = None,
     probe: Any = None,
     params: Selection = None,
-    likelihood: str | Likelihood = "categorical",
+    likelihood: str | Likelihood | torch.nn.Module = "categorical",
     solver: str = "auto",
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -61,8 +62,9 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
-            patterns to the λs of their parameters, of which the last that matches counts:
+            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
+            likelihood, that of the cost with its value in place of the mean loss. Or a mapping from
+            name patterns to the λs of their parameters, of which the last that matches counts:
             `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
             D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
@@ -77,7 +79,10 @@ def fit(
             examples, drawn by the seed.
         params: which parameters count: None for all, name patterns, a predicate, or
             `last_layer()`.
-        likelihood: `"categorical"`, `"bernoulli"` or `"gaussian"`.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
+            `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
+            training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
+            noise), whose weights, smoothing and reduction are accounted for.
         solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
             (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
             and GGN; a sandwich takes its H from Lanczos).
@@ -136,6 +141,7 @@ def fit(
     problem.warn_if_far_from_optimum()
     diagnostics: dict[str, Any] = {
         "mean_loss": problem.mean_loss,
+        "given_l2": problem.given_l2,
         "cost": problem.mean_loss + problem.penalty,
         "parameters_reached": problem.num_reached,
         "gradient_norm": float(problem.gradient.norm()),
@@ -157,7 +163,7 @@ def fit(
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name], problem)
     spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
-    return DeltaFit(
+    found = DeltaFit(
         estimator=estimator,
         decay=problem.decay,
         num_examples=problem.num_examples,
@@ -171,3 +177,4 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
+    return with_settled_noise(found)

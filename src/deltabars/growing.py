@@ -15,6 +15,7 @@ from deltabars.covariance import ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen import EigenPairs
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.likelihoods import Gaussian
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 from deltabars.summation import inner
@@ -63,6 +64,14 @@ class Probe:
             rows = rows.index_select(1, problem.reached)
         return cls(problem, rows, squares, tolerance)
 
+    @property
+    def noise(self) -> float | None:
+        """σ of regression; where it is to be estimated, that of all residuals."""
+        likelihood = self.problem.likelihood
+        if not isinstance(likelihood, Gaussian) or likelihood.noise is not None:
+            return likelihood.target_noise
+        return float((2 * self.problem.mean_loss / self.problem.num_outputs) ** 0.5) or None
+
     def relative_error(
         self,
         estimator: str,
@@ -72,6 +81,10 @@ class Probe:
         least_hessian: float | None = None,
     ) -> float:
         """The largest relative error of a score, with so many eigenpairs of each matrix."""
+        if "opg" in values and self.noise is not None:
+            factor = 1 / self.noise**2
+            moved = factor * values["opg"] + (1 - factor) * self.problem.l2
+            values = {**values, "opg": moved}
         count = max(len(each) for each in values.values())
         covariance = build_covariance(
             estimator,

@@ -14,7 +14,7 @@ from deltabars.eigen import EigenPairs
 from deltabars.errors import CorruptFileError, ModelError, WeightsMismatchError
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
-from deltabars.likelihoods import get_likelihood
+from deltabars.likelihoods.named import from_description
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
 from deltabars.saving import TENSORS
@@ -62,6 +62,7 @@ def load(
         }
         signature = _signature(header["inputs"])
         dtype = _DTYPES[header["dtype"]]
+        likelihood = from_description(header["likelihood"])
     except (KeyError, TypeError) as error:
         raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
@@ -74,7 +75,7 @@ def load(
         num_outputs=header["num_outputs"],
         spectra={name: pairs.to(network.device) for name, pairs in spectra.items()},
         diagnostics=header["diagnostics"],
-        likelihood=get_likelihood(header["likelihood"]),
+        likelihood=likelihood,
         network=replace(network, scales=scales),
         signature=signature,
         weights=header["weights"],

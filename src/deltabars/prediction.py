@@ -5,15 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.covariance import Covariance
+from deltabars.covariance.spread import Spread
 from deltabars.curvature import Sensitivity
-from deltabars.errors import MissingDependencyError
+from deltabars.errors import BadValueError, MissingDependencyError
 
 
 class Arrays(dict[str, Any]):
@@ -41,6 +42,8 @@ class Prediction:
         score_error, score_low, score_high: how far the exact score can be, (B,).
         covariance: of the classes, (B, C, C), or None.
         label: the predicted class, (B,) (Bernoulli: (B, C); Gaussian: None).
+        noise: σ of the targets around the mean, (B, C); None unless Gaussian.
+        total_std: √(std² + σ²), that of a target to come, (B, C); None unless Gaussian.
     """
 
     mean: Tensor
@@ -55,6 +58,8 @@ class Prediction:
     score_high: Tensor
     covariance: Tensor | None
     label: Tensor | None
+    noise: Tensor | None = None
+    total_std: Tensor | None = None
 
     @classmethod
     def compute(
@@ -62,16 +67,31 @@ class Prediction:
         sensitivity: Sensitivity,
         covariance: Covariance,
         label: Tensor | None,
+        noise: float | None = None,
         *,
         bound: str = "rigorous",
     ) -> Prediction:
         """Error bars of one batch; everything is float64 until the end."""
         spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
+        return cls.of(sensitivity.value, spread, label, noise, bound=bound)
+
+    @classmethod
+    def of(
+        cls,
+        value: Tensor,
+        spread: Spread,
+        label: Tensor | None,
+        noise: float | None = None,
+        *,
+        bound: str = "rigorous",
+    ) -> Prediction:
+        """A batch from what is predicted (B, C) and how it spreads."""
         std, score = spread.std(bound), spread.score(bound)
-        kind = sensitivity.value.dtype
+        kind = value.dtype
         whole = spread.covariance
+        total = None if noise is None else (spread.variance + noise**2).sqrt()
         return cls(
-            mean=sensitivity.value,
+            mean=value,
             std=std.value.to(kind),
             variance=spread.variance.to(kind),
             std_error=std.error.to(kind),
@@ -83,6 +103,8 @@ class Prediction:
             score_high=score.high.to(kind),
             covariance=None if whole is None else whole.to(kind),
             label=label,
+            noise=None if noise is None else torch.full_like(value, noise),
+            total_std=None if total is None else total.to(kind),
         )
 
     @classmethod
@@ -109,6 +131,25 @@ class Prediction:
             index = slice(index, index + 1 or None)
         return self._map(lambda value: value[index])
 
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """The lower and upper ends (B, C) of the intervals that targets to come lie in.
+
+        mean ∓ z·total_std, with z the normal quantile of (1 + level)/2: of each output by itself.
+
+        Raises:
+            BadValueError: the level is not between 0 and 1, or the prediction is of a class.
+        """
+        if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
+            raise BadValueError(f"level: expected a number between 0 and 1, got {level!r}.")
+        if self.total_std is None:
+            raise BadValueError(
+                "interval: expected a prediction of real numbers (a Gaussian likelihood), got one "
+                "of classes, whose targets have no interval. The mean has: mean ± z·std."
+            )
+        half = torch.special.ndtri(torch.tensor((1 + float(level)) / 2, dtype=torch.float64))
+        reach = float(half) * self.total_std
+        return self.mean - reach, self.mean + reach
+
     def to(self, device: torch.device | str) -> Prediction:
         """The same prediction on a device."""
         return self._map(lambda value: value.to(device))
@@ -131,7 +172,8 @@ class Prediction:
             columns["label"] = arrays["label"]
         for name in ("score", "score_error", "score_low", "score_high"):
             columns[name] = arrays[name]
-        for name in ("mean", "std", "std_error", "std_low", "std_high"):
+        total = () if self.total_std is None else ("total_std",)
+        for name in ("mean", "std", "std_error", "std_low", "std_high", *total):
             for k in range(self.mean.shape[1]):
                 columns[f"{name}_{k}"] = arrays[name][:, k]
         return pandas.DataFrame(columns)

@@ -3,6 +3,8 @@
 This is the one place where the 1/N of the mean loss and the λ of the cost enter:
 
     cost(ω) = (1/N) Σₙ lossₙ(ω) + (λ/2)·‖ω‖²
+
+and where the loss that a network was trained with is brought to that form (`likelihoods.losses`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
-from deltabars.errors import BadValueError, DataError, ModelError, ModelWarning, OptimumWarning
-from deltabars.likelihoods import Likelihood, get_likelihood
+from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
+from deltabars.likelihoods import Likelihood, read_loss
 from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
+from deltabars.totals import Totals, add_up
 from deltabars.units import Units
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
@@ -40,9 +42,11 @@ class Problem:
     Args:
         model: a module that returns outputs (B, C), which is never altered; or one captured before.
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, or a Likelihood.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, or the loss module
+            of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
         parameters: which parameters count (see `ParameterSpace.select`).
-        l2: λ > 0 of the cost; or a mapping from name patterns to the λs of their parameters.
+        l2: λ > 0 of the cost, or a mapping from name patterns to the λs of their parameters; with a
+            loss module, of the cost that has that module for its loss.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
         chunk_size: examples that are worked on at a time; by default as many as the memory
@@ -51,6 +55,9 @@ class Problem:
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
+        likelihood: with weights, if any, of mean one over the data.
+        given_l2: λ as it was given.
+        decay: λ of the cost above: that one, unless a loss module reduces in another way.
         units: which units of the network any example switches on.
         reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
             where it is all of them, as far as is known.
@@ -65,7 +72,7 @@ class Problem:
         self,
         model: torch.nn.Module | Network,
         data: Any,
-        likelihood: str | Likelihood = "categorical",
+        likelihood: str | Likelihood | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
         l2: L2 | Decay | None = None,
         *,
@@ -75,12 +82,14 @@ class Problem:
         chunk_size: int | None = None,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.likelihood = get_likelihood(likelihood)
+        loss = read_loss(likelihood)
+        self.likelihood = loss.likelihood
         network = model
         if not isinstance(network, Network):
             network = Network.capture(network, parameters, device, dtype)
-        self.decay = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
-        self.network = replace(network, scales=self.decay.scales)
+        given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
+        self.given_l2 = given.given
+        self.network = replace(network, scales=given.scales)
         self.memory_budget = resolve_budget(memory_budget, self.device)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
@@ -98,7 +107,11 @@ class Problem:
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
             self.units = Units(self.network)
-            self.mean_loss, self._data_gradient = self._loss_and_gradient(report)
+            totals = self._read_losses(report)
+            self.mean_loss = totals.loss / totals.weight
+            self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
+            factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
+            self.decay = given.times(factor)
             self.reached = self.units.reached(first.inputs)
 
     @property
@@ -247,45 +260,17 @@ class Problem:
         per_example = _COPIES * self.activation_bytes
         return chunk_within(self.memory_budget, per_example, most, self.device)
 
-    def _loss_and_gradient(self, report: Callable[[int, str], None]) -> tuple[float, Tensor]:
-        """Mean loss and its gradient (P,), with every loss and target checked on the way."""
-        total = torch.zeros(self.num_parameters, device=self.device, dtype=torch.float64)
-        loss_sum = 0.0
-        done = 0
-        for losses, gradient in self.chunk_size.each(self.chunks(), self._chunk_gradient):
-            bad = int((~losses.isfinite()).sum())
-            if bad:
-                raise DataError(
-                    f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
-                    f"of {len(losses)} examples. Look for outputs that overflow."
-                )
-            loss_sum += float(losses.double().sum())
-            total += gradient
-            done += len(losses)
-            report(done, f"gradient of {self.num_examples}")
-        if not bool(total.isfinite().all()):
-            raise ModelError(
-                "Gradients: expected finite values, got NaN or infinity. Look for square roots "
-                "or logarithms at zero in the model."
-            )
-        return loss_sum / self.num_examples, (total / self.num_examples).to(self.dtype)
-
-    def _chunk_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The losses (B,) of a chunk and the gradient (P,) of their sum."""
-        losses = torch.empty(0)
-
-        def total(outputs: Tensor) -> Tensor:
-            nonlocal losses
-            assert batch.targets is not None
-            if outputs.shape[1] != self.num_outputs:
-                raise ModelError(
-                    f"Model output: expected {self.num_outputs} columns on every batch, got "
-                    f"{outputs.shape[1]}."
-                )
-            self.likelihood.check_targets(outputs, batch.targets)
-            losses = self.likelihood.loss(outputs, batch.targets)
-            return losses.sum()
-
-        watch = partial(self.units.watch, batch.inputs)
-        gradient = self.network.gradient(batch.inputs, total, watch)
-        return losses.detach(), gradient
+    def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
+        """The sums over all examples; weights are brought to a mean of one on the way."""
+        totals = add_up(
+            self.network,
+            self.likelihood,
+            self.num_outputs,
+            self.chunks(),
+            self.chunk_size,
+            self.units.watch,
+            lambda done: report(done, f"gradient of {self.num_examples}"),
+        )
+        if totals.weight != self.num_examples:
+            self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
+        return totals

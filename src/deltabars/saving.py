@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltabars import storage
 from deltabars.errors import StorageError
-from deltabars.likelihoods import LIKELIHOODS
+from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -18,7 +18,7 @@ TENSORS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
 
 def save(fit: DeltaFit, path: Any) -> None:
     """Write a fit to one file."""
-    if LIKELIHOODS.get(fit.likelihood.name) is not fit.likelihood:
+    if not is_own(fit.likelihood):
         raise StorageError(
             f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
             "of your own, which a file cannot hold."
@@ -31,7 +31,7 @@ def save(fit: DeltaFit, path: Any) -> None:
         "scales": dict(fit.decay.scales),
         "num_examples": fit.num_examples,
         "num_outputs": fit.num_outputs,
-        "likelihood": fit.likelihood.name,
+        "likelihood": described(fit.likelihood),
         "dtype": str(fit.network.dtype),
         "parameters": [
             {"name": name, "shape": list(shape)}

@@ -93,7 +93,9 @@ class Scorer:
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
         label = self.likelihood.label(self.likelihood.mean(outputs))
         return {
-            name: Prediction.compute(sensitivity, covariance, label, bound=self.bound)
+            name: Prediction.compute(
+                sensitivity, covariance, label, self.likelihood.target_noise, bound=self.bound
+            )
             for name, covariance in self.covariances.items()
         }
 

@@ -14,6 +14,7 @@ because the trace is. Since log(1 + μ/λ) is concave in μ, m of them with sum 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance import ESTIMATORS
-from deltabars.decay import L2
+from deltabars.decay import L2, scaled
 from deltabars.errors import BadValueError
 
 if TYPE_CHECKING:
@@ -80,15 +81,16 @@ class Evidence:
     """The log marginal likelihood of a fit as a function of λ.
 
     Attributes:
-        mean_loss: at ω̂.
+        loss: −log p(data | ω̂).
+        num_examples: N; of regression over σ² (see `deltabars.noise`).
         square: ‖ω̂‖², in the coordinates in which λ is one number.
         eigenvalues: μ₁ ≥ … ≥ μ_K of the data part, (K,).
         others: m, how many parameters there are beside those, that the data reach.
         their_sum: t, of the other eigenvalues; None where it is not known.
     """
 
-    mean_loss: float
-    num_examples: int
+    loss: float
+    num_examples: float
     square: float
     eigenvalues: Tensor
     others: int
@@ -98,15 +100,20 @@ class Evidence:
     def of(cls, fit: DeltaFit) -> Evidence:
         """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
         name = ESTIMATORS[fit.estimator][0]
-        eigenvalues = (fit.spectra[name].values - fit.level).clamp(min=0).cpu()
+        eigenvalues = (fit.pairs_of(name).values - fit.level).clamp(min=0).cpu()
         point, scale = fit.network.point.double(), fit.network.scale
         if scale is not None:
             point = point / scale
+        loss = fit.informative_examples * fit.diagnostics["mean_loss"]
         trace = fit.diagnostics[name].get(DATA_TRACE)
+        if fit.noise is not None:
+            targets = fit.num_examples * fit.num_outputs
+            loss += 0.5 * targets * math.log(2 * math.pi * fit.noise**2)
+            trace = trace / fit.noise**2 if trace is not None and name == "opg" else trace
         rest = None if trace is None else max(0.0, trace - float(eigenvalues.sum()))
         return cls(
-            fit.diagnostics["mean_loss"],
-            fit.num_examples,
+            loss,
+            fit.informative_examples,
             float(point.square().sum()),
             eigenvalues,
             max(0, fit.diagnostics["parameters_reached"] - len(eigenvalues)),
@@ -120,7 +127,7 @@ class Evidence:
         that of a tail at λ, and the interval holds if they are all above.
         """
         levels = levels.double()
-        cost = self.mean_loss + 0.5 * levels * self.square
+        cost = self.loss + 0.5 * self.num_examples * levels * self.square
         known = torch.log1p(self.eigenvalues / levels[:, None]).sum(1)
         most = self.eigenvalues[-1].double()
         at_most = torch.log1p(most / levels)
@@ -132,7 +139,7 @@ class Evidence:
             count, total = self.others, min(self.their_sum, self.others * float(most))
             least = total / most * at_most
             largest = count * torch.log1p(total / (count * levels))
-        base = -self.num_examples * cost - 0.5 * known
+        base = -cost - 0.5 * known
         middle = 0.0 if self.their_sum is None else 0.25 * (least + largest)
         return base - middle, base - 0.5 * largest, base - 0.5 * least
 
@@ -162,7 +169,7 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
     best, at_edge = _maximum(search, levels)
     levels = torch.cat([levels, best[None]]).sort().values
     values, low, high = evidence.interval(levels)
-    l2 = _times(fit.l2, float(best) / fit.level)
+    l2 = scaled(fit.l2, float(best) / fit.level)
     return Tuning(method, l2, fit.with_l2(l2), levels, values, low, high, at_edge)
 
 
@@ -182,9 +189,3 @@ def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:
         levels = ends[0] * (ends[1] / ends[0]) ** steps
         place = int(function(levels).argmax())
     return levels[place], False
-
-
-def _times(l2: L2, factor: float) -> L2:
-    if isinstance(l2, Mapping):
-        return {pattern: factor * value for pattern, value in l2.items()}
-    return factor * l2

@@ -35,7 +35,7 @@ def build_covariance(
     rank: int,
     l2: float,
     num_parameters: int,
-    num_examples: int,
+    num_examples: float,
     overlap: Tensor | None = None,
     least_hessian: float | None = None,
     slacks: Mapping[str, float] | None = None,
@@ -46,6 +46,7 @@ def build_covariance(
     Args:
         estimator: a key of ESTIMATORS.
         values: descending eigenvalues, λ included, by matrix.
+        num_examples: N; N/σ² for eigenvalues of σ² times a matrix.
         overlap: Q_Hᵀ Q_G, (K, K), for the sandwich.
         least_hessian: the least eigenvalue of H, where the whole spectrum is known: the sandwich's
             interval then holds for every positive definite H, not only for those whose tail lies
@@ -105,14 +106,14 @@ class InverseCovariance(Covariance):
         name: whose eigenvectors the projections are on.
         values: the eigenvalues in use, (K,), float64.
         tail: the eigenvalues that are not.
-        num_examples: N.
+        num_examples: N (N/σ² at noise σ).
         full_rank: whether the tail counts (c = 1/λ̃) or not (c = 0).
     """
 
     name: str
     values: Tensor
     tail: Tail
-    num_examples: int
+    num_examples: float
     full_rank: bool = True
 
     def spread(
@@ -161,7 +162,7 @@ class SandwichCovariance(Covariance):
         hessian_values, opg_values: the eigenvalues in use, (K_H,) and (K_G,), float64.
         hessian_tail, opg_tail: the eigenvalues that are not.
         overlap: M = Q_Hᵀ Q_G, (K_H, K_G), float64.
-        num_examples: N.
+        num_examples: N (N/σ² at noise σ).
         full_rank: whether the tails count or not.
     """
 
@@ -170,7 +171,7 @@ class SandwichCovariance(Covariance):
     hessian_tail: Tail
     opg_tail: Tail
     overlap: Tensor
-    num_examples: int
+    num_examples: float
     full_rank: bool = True
 
     @cached_property

@@ -19,5 +19,10 @@ class GGNOperator(RowOperator):
         return self.problem.num_outputs
 
     def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
-        root = self.problem.likelihood.curvature_root
-        return self.pullback.rows(batch.inputs, root, out, self._parts)
+        targets = batch.targets
+        assert targets is not None
+
+        def roots(outputs: Tensor) -> Tensor:
+            return self.problem.likelihood.curvature_root(outputs, targets)
+
+        return self.pullback.rows(batch.inputs, roots, out, self._parts)

@@ -69,20 +69,26 @@ class EigenPairs:
 
     def shifted(self, shift: float) -> EigenPairs:
         """The eigenpairs of A + shift·I: the same vectors, the values moved."""
-        values = self.values + shift
-        smallest = self.smallest + shift
+        return self.mapped(1.0, shift)
+
+    def mapped(self, factor: float, shift: float) -> EigenPairs:
+        """The eigenpairs of factor·A + shift·I, factor > 0: the same vectors, other values."""
+        values = factor * self.values + shift
+        smallest = factor * self.smallest + shift
         before, after = residual_scale(self.values), residual_scale(values)
         ends = self.values[:1].expand_as(self.smallest)
-        rescale = lower_scale(self.smallest, ends) / lower_scale(smallest, ends + shift)
+        lower = lower_scale(self.smallest, ends) / lower_scale(smallest, factor * ends + shift)
         statistics = dict(self.statistics)
         if LEAST_RITZ in statistics:
-            statistics[LEAST_RITZ] = float(statistics[LEAST_RITZ]) + shift
+            statistics[LEAST_RITZ] = factor * float(statistics[LEAST_RITZ]) + shift
+        if DISCARDED in statistics:
+            statistics[DISCARDED] = factor * float(statistics[DISCARDED])
         return replace(
             self,
             values=values,
-            residuals=self.residuals * before / after,
+            residuals=factor * (self.residuals * before / after),
             smallest=smallest,
-            smallest_residuals=self.smallest_residuals * rescale,
+            smallest_residuals=factor * (self.smallest_residuals * lower),
             statistics=statistics,
         )
 

@@ -1,0 +1,18 @@
+"""What the outputs of a network mean: likelihoods, and the losses that belong to them."""
+
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.bernoulli import Bernoulli
+from deltabars.likelihoods.categorical import Categorical
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.likelihoods.losses import Loss, read_loss
+from deltabars.likelihoods.named import get_likelihood
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
+    "Loss",
+    "get_likelihood",
+    "read_loss",
+]

@@ -1,0 +1,109 @@
+"""How outputs z become a loss, a mean and their derivatives.
+
+A likelihood knows, for a batch of outputs z (B, C):
+
+* the loss of each example, −log p(target | z) up to a constant, times how much the example counts;
+* the gradient of that loss by z;
+* the mean map m(z), which `Prediction.mean` reports, and its Jacobian ∂m/∂z;
+* Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
+
+All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DataError
+
+
+class Likelihood(ABC):
+    """What the network's outputs mean."""
+
+    name: str
+
+    @abstractmethod
+    def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise DataError unless `targets` fit `outputs` (B, C)."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each example, (B,)."""
+
+    def loss_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """∂loss/∂z of each example, (B, C)."""
+        at = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.loss(at, targets).sum(), at)
+        return gradient
+
+    @abstractmethod
+    def mean(self, outputs: Tensor) -> Tensor:
+        """m(z), (B, C)."""
+
+    @abstractmethod
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        """∂m/∂z, (B, C, C), a row for each component of the mean."""
+
+    @abstractmethod
+    def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Rᵀ, (B, C, C), with R Rᵀ = ∂²loss/∂z² (the targets decide how much an example counts)."""
+
+    @abstractmethod
+    def label(self, mean: Tensor) -> Tensor | None:
+        """The predicted label, from the mean."""
+
+    def weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """How much each example counts, (B,): 1, unless classes are weighted."""
+        return outputs.new_ones(len(outputs))
+
+    def divided(self, mean_weight: float) -> Likelihood:
+        """The same with every weight divided by `mean_weight`; called where examples have weights.
+
+        Weights say what counts more than what, not how many examples there are: with a mean of one,
+        N examples count as N.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has weights and does not scale them.")
+
+    @property
+    def target_noise(self) -> float | None:
+        """The standard deviation of real targets around the mean; None for others."""
+        return None
+
+
+def numbers(name: str, given: Any) -> tuple[float, ...]:
+    """Weights as plain numbers, refused unless they are finite, not negative, and not all zero."""
+    if isinstance(given, Tensor):
+        given = given.detach().cpu().double().flatten().tolist()
+    found = (given,) if isinstance(given, Real) else given
+    plain = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    good = all(isinstance(x, Real) and 0 <= float(x) < math.inf for x in plain)
+    if not good or not any(plain):
+        raise BadValueError(
+            f"{name}: expected finite numbers from 0 on, one of them above it, got {given!r}."
+        )
+    return tuple(float(x) for x in plain)
+
+
+def check_same_shape(outputs: Tensor, targets: Tensor, alternative: str) -> None:
+    """Refuse targets of another shape than the outputs."""
+    if targets.shape == outputs.shape:
+        return
+    count, columns = outputs.shape
+    if targets.shape == (count,) and columns == 1:
+        advice = "Reshape them with .unsqueeze(1)."
+    elif targets.ndim == 1:
+        advice = alternative
+    else:
+        advice = "Give one target for each output."
+    raise DataError(
+        f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
+        f"{tuple(targets.shape)}. {advice}"
+    )

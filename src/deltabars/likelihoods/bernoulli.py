@@ -1,0 +1,88 @@
+"""Yes or no, once or several times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DataError
+from deltabars.likelihoods.base import Likelihood, check_same_shape, numbers
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """C independent yes/no answers: sigmoid cross-entropy on logits, summed over the C outputs.
+
+    Targets (B, C) are 0 or 1, of any real type. With C = 1 it is binary, else multi-label.
+
+    Attributes:
+        pos_weight: how many times as much a 1 counts as a 0: one number, or one an output; None for
+            alike. What counts is the proportion: see `scale`.
+        scale: what a 0 counts. A fit chooses it, so that the weights of all targets in the training
+            data have a mean of one.
+    """
+
+    pos_weight: tuple[float, ...] | None = None
+    scale: float = 1.0
+
+    name = "bernoulli"
+
+    def __post_init__(self) -> None:
+        if self.pos_weight is not None:
+            object.__setattr__(self, "pos_weight", numbers("pos_weight", self.pos_weight))
+        numbers("scale", self.scale)
+
+    def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
+        classes = "For class numbers use likelihood='categorical'."
+        check_same_shape(outputs, targets, classes)
+        if not bool(((targets == 0) | (targets == 1)).all()):
+            raise DataError(
+                "Targets: expected 0 or 1 for the Bernoulli likelihood, got other values. "
+                f"{classes} For real numbers use 'gaussian'; probabilities are not taken."
+            )
+        if self.pos_weight is not None and len(self.pos_weight) not in (1, outputs.shape[1]):
+            raise BadValueError(
+                f"pos_weight: expected one number, or one for each of {outputs.shape[1]} outputs, "
+                f"got {len(self.pos_weight)}."
+            )
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.binary_cross_entropy_with_logits(
+            outputs,
+            targets.to(outputs.dtype),
+            pos_weight=None if self.pos_weight is None else outputs.new_tensor(self.pos_weight),
+            reduction="none",
+        ).sum(-1)
+        return loss if self.scale == 1 else self.scale * loss
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(self._slope(outputs))
+
+    def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        slope = self._slope(outputs) * self._target_weights(outputs, targets)
+        return torch.diag_embed(slope.sqrt())
+
+    def label(self, mean: Tensor) -> Tensor:
+        return (mean > 0.5).long()
+
+    def weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._target_weights(outputs, targets).mean(-1)
+
+    def divided(self, mean_weight: float) -> Bernoulli:
+        return replace(self, scale=self.scale / mean_weight)
+
+    def _target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What each target counts, (B, C): `scale` for a 0, `pos_weight` times that for a 1."""
+        if self.pos_weight is None:
+            return torch.full_like(outputs, self.scale)
+        more = outputs.new_tensor(self.pos_weight) - 1
+        return self.scale * (1 + more * targets.to(outputs.dtype))
+
+    def _slope(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()

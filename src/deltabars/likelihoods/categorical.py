@@ -1,0 +1,142 @@
+"""One of C classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DataError
+from deltabars.likelihoods.base import Likelihood, numbers
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """One of C classes: softmax cross-entropy on logits, integer targets (B,).
+
+    With class weights w and label smoothing ε the loss of an example of class y is that of torch,
+
+        Σ_c q_c·(−log p_c),    q_c = (1 − ε)·w_y·[c = y] + (ε/C)·w_c
+
+    and ∂²loss/∂z² = (Σ_c q_c)·(diag(p) − p pᵀ): smoothing moves the gradient alone.
+
+    Attributes:
+        weight: w, one number a class; None for all alike. What counts is their proportions: they
+            are scaled so that those of the training examples, w_y, have a mean of one.
+        label_smoothing: ε, from 0 to 1.
+        ignore_index: what marks examples that training leaves out; data with any are refused.
+    """
+
+    weight: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+
+    name = "categorical"
+
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            object.__setattr__(self, "weight", numbers("weight", self.weight))
+        smoothing = self.label_smoothing
+        if not isinstance(smoothing, Real) or not 0 <= smoothing <= 1:
+            raise BadValueError(
+                f"label_smoothing: expected a number from 0 to 1, got {smoothing!r}."
+            )
+
+    def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
+        classes = outputs.shape[1]
+        if classes < 2:
+            raise DataError(
+                "Outputs: expected at least two logits for the categorical likelihood, got one. "
+                "For yes/no targets use likelihood='bernoulli' and targets of shape (N, 1)."
+            )
+        if self.weight is not None and len(self.weight) != classes:
+            raise BadValueError(
+                f"weight: expected one number for each of {classes} classes, got "
+                f"{len(self.weight)}."
+            )
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            soft = targets.shape == outputs.shape and targets.is_floating_point()
+            raise DataError(
+                f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
+                + (
+                    "Class probabilities are not taken: give class numbers, with .argmax(1), and "
+                    "nn.CrossEntropyLoss(label_smoothing=…) as the likelihood if they were smoothed"
+                    "; for other targets choose likelihood='bernoulli' (0 or 1) or 'gaussian'."
+                    if soft
+                    else "Convert class numbers with .long(); for other targets choose likelihood="
+                    "'bernoulli' (0 or 1) or 'gaussian' (real numbers)."
+                )
+            )
+        if targets.shape != outputs.shape[:1]:
+            raise DataError(
+                f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. "
+                + (
+                    "Turn one-hot rows into class numbers with .argmax(1); for several labels an "
+                    "example use likelihood='bernoulli'."
+                    if targets.shape == outputs.shape
+                    else "Reshape them, for example with .squeeze(1)."
+                )
+            )
+        ignored = int((targets == self.ignore_index).sum())
+        if ignored:
+            raise DataError(
+                f"Targets: expected class numbers, got {ignored} of {len(targets)} that are "
+                f"ignore_index={self.ignore_index}. Leave those examples out of the data."
+            )
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= classes:
+            raise DataError(
+                f"Targets: expected class numbers from 0 to {classes - 1} (the model has "
+                f"{classes} outputs), got {low if low < 0 else high}. Classes count from 0."
+            )
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            outputs,
+            targets.long(),
+            weight=None if self.weight is None else outputs.new_tensor(self.weight),
+            label_smoothing=self.label_smoothing,
+            reduction="none",
+        )
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1)
+
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return self.mean(outputs).unsqueeze(-1) * self._less_the_mean(outputs)
+
+    def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
+        root = self.mean(outputs).sqrt().unsqueeze(-1) * self._less_the_mean(outputs)
+        if self.weight is None:
+            return root
+        smoothed = self.label_smoothing * sum(self.weight) / len(self.weight)
+        total = (1 - self.label_smoothing) * self.weights(outputs, targets) + smoothed
+        return total.sqrt()[:, None, None] * root
+
+    def label(self, mean: Tensor) -> Tensor:
+        return mean.argmax(-1)
+
+    def weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.weight is None:
+            return super().weights(outputs, targets)
+        return outputs.new_tensor(self.weight)[targets.long()]
+
+    def divided(self, mean_weight: float) -> Categorical:
+        assert self.weight is not None
+        return replace(self, weight=tuple(w / mean_weight for w in self.weight))
+
+    def _less_the_mean(self, outputs: Tensor) -> Tensor:
+        """The rows e_c − p, (B, C, C).
+
+        1 − p_c is the sum of the other probabilities: where p is nearly 1, that has digits.
+        """
+        p = self.mean(outputs)
+        classes = p.shape[-1]
+        eye = torch.eye(classes, device=p.device, dtype=p.dtype)
+        others = p @ (1 - eye)  # (B, C)
+        return torch.where(eye.bool(), others.unsqueeze(-1), -p.unsqueeze(-2))

@@ -1,0 +1,79 @@
+"""Real numbers with normal noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DataError
+from deltabars.likelihoods.base import Likelihood, check_same_shape
+
+ESTIMATE = "estimate"
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    """Regression: C real numbers, each with normal noise of one standard deviation σ.
+
+    The loss is half the squared error, summed over the C outputs, whatever σ: it is what networks
+    are trained with, and what `l2` belongs to. −log p is that over σ², and the cost too, so that σ
+    changes no optimum and no eigenvector; it enters where eigenvalues become a covariance.
+
+    Attributes:
+        noise: σ; None (or `"estimate"`) to estimate it from the residuals of the training data.
+    """
+
+    noise: float | None = 1.0
+
+    name = "gaussian"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise", check_noise(self.noise))
+
+    def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
+        classes = "For class numbers use likelihood='categorical'."
+        check_same_shape(outputs, targets, classes)
+        if not targets.is_floating_point():
+            raise DataError(
+                f"Targets: expected a floating type for the Gaussian likelihood, got "
+                f"{targets.dtype}. Convert real numbers with .float(). {classes} For 0 or 1 use "
+                "'bernoulli'."
+            )
+        if not bool(targets.isfinite().all()):
+            raise DataError("Targets: expected finite values, got NaN or infinity.")
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (outputs - targets.to(outputs.dtype)).square().sum(-1)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def mean_jacobian(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(outputs))
+
+    def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.diag_embed(torch.ones_like(outputs))
+
+    def label(self, mean: Tensor) -> None:
+        return None
+
+    @property
+    def target_noise(self) -> float | None:
+        return self.noise
+
+
+def check_noise(noise: Any) -> float | None:
+    """σ as a float, or None where it is to be estimated; refused unless finite and above zero."""
+    if noise is None or (isinstance(noise, str) and noise == ESTIMATE):
+        return None
+    if isinstance(noise, bool) or not isinstance(noise, Real) or not 0 < float(noise) < math.inf:
+        raise BadValueError(
+            "noise: expected a finite number above zero, the standard deviation of the targets "
+            f"around the mean, or {ESTIMATE!r} for one from the training data, got {noise!r}."
+        )
+    return float(noise)

@@ -1,0 +1,146 @@
+"""What a training cost was: its loss, read from a name, a Likelihood, or a loss module of torch.
+
+A network is trained to an optimum of loss + (λ/2)·‖ω‖², with the loss over all N examples of C
+outputs reduced in some way. What is computed with is the mean of a proper likelihood,
+
+    (1/N) Σₙ lossₙ + (λ'/2)·‖ω‖²,    lossₙ = wₙ·(−log p(targetₙ)), summed over the outputs, w̄ = 1
+
+A factor on the whole loss does not belong to the likelihood (the covariance would take it for more
+examples): it is moved to λ. With vₙ the weights that were given, V = Σₙ vₙ (N without weights) and
+ℓₙ = vₙ·(−log p), so that lossₙ = (N/V)·ℓₙ:
+
+    module                       its loss          = a·(1/N) Σ lossₙ     λ' = λ/a
+    CrossEntropyLoss   mean      Σ ℓₙ / V            a = 1                 λ
+                       sum       Σ ℓₙ                a = V                 λ/V
+    BCEWithLogitsLoss  mean      Σ ℓₙ / (N·C)        a = V/(N·C)           λ·C·N/V
+                       sum       Σ ℓₙ                a = V                 λ/V
+    MSELoss            mean      2 Σ ℓₙ / (N·C)      a = 2/C               λ·C/2
+                       sum       2 Σ ℓₙ              a = 2N                λ/(2N)
+
+torch's weighted mean over a minibatch divides by the weights of that minibatch, which over many of
+them comes to nearly the same. MSELoss (ℓₙ is half the squared error) leaves the noise open: it is
+estimated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from deltabars.errors import BadValueError, LossWarning
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.bernoulli import Bernoulli
+from deltabars.likelihoods.categorical import Categorical
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.likelihoods.named import LIKELIHOODS, get_likelihood
+
+Divisor = Literal["weights", "elements", "nothing"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over all data: `multiple`·Σₙ ℓₙ, divided by V (`"weights"`), by N·C, or by nothing.
+
+    Attributes:
+        likelihood: with its weights as they were given.
+    """
+
+    likelihood: Likelihood
+    divided_by: Divisor = "weights"
+    multiple: float = 1.0
+
+    def l2_factor(self, num_examples: int, num_outputs: int, total_weight: float) -> float:
+        """λ'/λ, for data of N examples, C outputs and weights that sum to V."""
+        divisor = {
+            "weights": total_weight,
+            "elements": float(num_examples * num_outputs),
+            "nothing": 1.0,
+        }[self.divided_by]
+        if self.divided_by == "nothing":
+            warnings.warn(
+                "l2: taken as that of the loss summed over all examples, N = "
+                f"{num_examples:,}. If it is the weight_decay of a training with sums over "
+                "minibatches of b examples, expected l2 = weight_decay·N/b.",
+                LossWarning,
+                stacklevel=4,
+            )
+        return divisor / (self.multiple * total_weight)
+
+
+def read_loss(given: Any) -> Loss:
+    """The loss that a name, a Likelihood or a loss module of torch stands for.
+
+    Raises:
+        BadValueError: it is none of them, with what to give instead.
+    """
+    if isinstance(given, str | Likelihood):
+        return Loss(get_likelihood(given))
+    read = _MODULES.get(type(given))
+    if read is not None:
+        return read(given)
+    name = getattr(given, "__name__", type(given).__name__)
+    raise BadValueError(
+        f"likelihood: expected one of {sorted(LIKELIHOODS)}, a Likelihood, or a loss module "
+        "(nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss), got "
+        f"{name if callable(given) else repr(given)}.{_advice(given, name)}"
+    )
+
+
+def _cross_entropy(module: nn.CrossEntropyLoss) -> Loss:
+    likelihood = Categorical(module.weight, module.label_smoothing, module.ignore_index)  # type: ignore[arg-type]
+    return Loss(likelihood, _divisor(module, "weights"))
+
+
+def _binary_cross_entropy(module: nn.BCEWithLogitsLoss) -> Loss:
+    if module.weight is not None:
+        raise BadValueError(
+            "likelihood: expected nn.BCEWithLogitsLoss without weight=, got one with it. Weights "
+            "of outputs or of single examples are not supported; pos_weight= is."
+        )
+    return Loss(Bernoulli(module.pos_weight), _divisor(module, "elements"))  # type: ignore[arg-type]
+
+
+def _squared_error(module: nn.MSELoss) -> Loss:
+    return Loss(Gaussian(noise=None), _divisor(module, "elements"), multiple=2.0)
+
+
+_MODULES: dict[type, Callable[[Any], Loss]] = {
+    nn.CrossEntropyLoss: _cross_entropy,
+    nn.BCEWithLogitsLoss: _binary_cross_entropy,
+    nn.MSELoss: _squared_error,
+}
+
+
+def _divisor(module: Any, of_mean: Divisor) -> Divisor:
+    if module.reduction == "mean":
+        return of_mean
+    if module.reduction == "sum":
+        return "nothing"
+    raise BadValueError(
+        f"likelihood: expected a loss with reduction='mean' or 'sum', got {module.reduction!r}. "
+        "Give the one that the training took in the end."
+    )
+
+
+def _advice(given: Any, name: str) -> str:
+    """What to give instead of something that is not understood."""
+    if isinstance(given, type) and given in _MODULES:
+        return f" Make one of it: nn.{name}(), with the arguments of the training."
+    same = {
+        "cross_entropy": "nn.CrossEntropyLoss",
+        "binary_cross_entropy_with_logits": "nn.BCEWithLogitsLoss",
+        "mse_loss": "nn.MSELoss",
+    }
+    if name in same:
+        return f" Give {same[name]}(), with the arguments of the training."
+    if name in ("NLLLoss", "nll_loss"):
+        return " Leave the log-softmax out of the model and give nn.CrossEntropyLoss()."
+    if name in ("BCELoss", "binary_cross_entropy"):
+        return " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss()."
+    if callable(given):
+        return " For another loss write a subclass of deltabars.likelihoods.Likelihood."
+    return ""

@@ -1,0 +1,114 @@
+"""Sums over all training examples: losses, gradients, weights; each example checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.batches import Batch
+from deltabars.errors import DataError, ModelError
+from deltabars.inputs import Inputs
+from deltabars.likelihoods import Likelihood
+from deltabars.memory import ChunkSize
+from deltabars.network import Network
+
+Watching = Callable[[Inputs, Mapping[str, Tensor]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the examples of some data.
+
+    Attributes:
+        loss: Σ lossₙ.
+        weight: Σ of the examples' weights; N where they all count alike.
+        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
+    """
+
+    loss: float
+    weight: float
+    gradient: Tensor
+
+
+def add_up(
+    network: Network,
+    likelihood: Likelihood,
+    num_outputs: int,
+    chunks: Iterable[Batch],
+    chunk_size: ChunkSize,
+    watch: Watching,
+    report: Callable[[int], None],
+) -> Totals:
+    """The totals of all chunks, with every output, target and loss checked.
+
+    Args:
+        num_outputs: C, which every chunk must have.
+        chunk_size: halved where memory runs out.
+        watch: gives, for inputs and parameters, a context to run the forward pass in.
+        report: called with the examples done.
+
+    Raises:
+        DataError, ModelError: what was expected, found, and to be done.
+    """
+    gradient = torch.zeros(network.parameters.size, device=network.device, dtype=torch.float64)
+    loss = weight = 0.0
+    done = 0
+    work = partial(_of_chunk, network, likelihood, num_outputs, watch)
+    parts: Iterator[tuple[Tensor, Tensor, Tensor]] = chunk_size.each(chunks, work)
+    for losses, weights, part in parts:
+        bad = int((~losses.isfinite()).sum())
+        if bad:
+            raise DataError(
+                f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
+                f"of {len(losses)} examples. Look for outputs that overflow."
+            )
+        loss += float(losses.double().sum())
+        weight += float(weights.double().sum())
+        gradient += part
+        done += len(losses)
+        report(done)
+    if not bool(gradient.isfinite().all()):
+        raise ModelError(
+            "Gradients: expected finite values, got NaN or infinity. Look for square roots "
+            "or logarithms at zero in the model."
+        )
+    if not weight > 0:
+        raise DataError(
+            "Targets: expected examples that count, got weight 0 for every class in the data. "
+            "Give each class a weight above zero."
+        )
+    return Totals(loss, weight, gradient)
+
+
+def _of_chunk(
+    network: Network,
+    likelihood: Likelihood,
+    num_outputs: int,
+    watch: Watching,
+    batch: Batch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses (B,) of a chunk, their weights (B,), and the gradient (P,) of the losses' sum."""
+    targets = batch.targets
+    assert targets is not None
+    outputs = losses = torch.empty(0)
+
+    def total(found: Tensor) -> Tensor:
+        nonlocal outputs, losses
+        outputs = found
+        if outputs.shape[1] != num_outputs:
+            raise ModelError(
+                f"Model output: expected {num_outputs} columns on every batch, got "
+                f"{outputs.shape[1]}."
+            )
+        likelihood.check_targets(outputs, targets)
+        losses = likelihood.loss(outputs, targets)
+        return losses.sum()
+
+    gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
+    return losses.detach(), likelihood.weights(outputs.detach(), targets), gradient

@@ -1,0 +1,314 @@
+"""Gaussian regression: closed forms, noise given and estimated, intervals that cover."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import deltabars
+from deltabars.errors import BadValueError
+from deltabars.likelihoods import Gaussian
+from tests.conftest import cached_case
+from tests.networks import make_case, minimise
+
+ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
+EXACT = {"rtol": 0, "atol": 1e-8}
+
+
+class Line:
+    """Bayesian linear regression with prior N(0, τ⁻¹I) and noise σ, in closed form.
+
+    The posterior of the weights is N((XᵀX/σ² + τI)⁻¹ Xᵀy/σ², (XᵀX/σ² + τI)⁻¹). The cost
+    mean ½r² + (λ/2)‖ω‖² is −log posterior times σ²/N, with τ = Nλ/σ².
+    """
+
+    def __init__(self, seed, count=40, size=5, outputs=1, noise=0.3, l2=0.02):
+        generator = torch.Generator().manual_seed(seed)
+        new = {"generator": generator, "dtype": torch.float64}
+        self.l2, self.count, self.outputs = l2, count, outputs
+        self.inputs, self.unseen = torch.randn(count, size, **new), torch.randn(9, size, **new)
+        self.truth = torch.randn(outputs, size, **new)
+        self.targets = self.inputs @ self.truth.T + noise * torch.randn(count, outputs, **new)
+        gram = self.inputs.T @ self.inputs
+        penalised = gram + count * l2 * torch.eye(size, dtype=torch.float64)
+        self.weights = torch.linalg.solve(penalised, self.inputs.T @ self.targets)
+        self.inverse = torch.linalg.inv(penalised)  # the posterior covariance over σ²
+        self.parameters = outputs * float((gram @ self.inverse).trace())  # γ
+        self.model = nn.Linear(size, outputs, bias=False).double()
+        with torch.no_grad():
+            self.model.weight.copy_(self.weights.T)
+
+    def estimate(self):
+        squares = float((self.targets - self.inputs @ self.weights).square().sum())
+        return math.sqrt(squares / (self.count * self.outputs - self.parameters))
+
+    def std(self, noise):
+        variance = ((self.unseen @ self.inverse) * self.unseen).sum(1)
+        return noise * variance.sqrt()[:, None].expand(-1, self.outputs)
+
+    def fit(self, estimator="ggn", likelihood="gaussian", **options):
+        return deltabars.fit(
+            self.model, (self.inputs, self.targets),
+            **{"l2": self.l2, "rank": self.model.weight.numel(), "progress": False, **options},
+            estimator=estimator, likelihood=likelihood,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("estimator", ["hessian", "ggn"])
+@pytest.mark.parametrize("noise", [1.0, 0.3, 7.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_known_noise_is_the_closed_form(estimator, outputs, noise, seed):
+    line = Line(seed, outputs=outputs)
+    fit = line.fit(estimator, Gaussian(noise))
+    out = fit.predict(line.unseen)
+    exact = line.std(noise)
+    torch.testing.assert_close(out.mean, line.unseen @ line.weights, **EXACT)
+    torch.testing.assert_close(out.std, exact, **EXACT)
+    torch.testing.assert_close(out.total_std, (exact.square() + noise**2).sqrt(), **EXACT)
+    assert fit.noise == noise
+    assert fit.effective_parameters == pytest.approx(line.parameters, abs=1e-8)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("estimator", ["hessian", "ggn"])
+@pytest.mark.parametrize("seed", range(3))
+def test_estimated_noise_is_the_closed_form(estimator, outputs, seed):
+    line = Line(seed, outputs=outputs)
+    noise = line.estimate()
+    module = nn.MSELoss()  # r² over N·C: (2/C) times mean ½‖r‖²
+    for likelihood, l2 in (
+        (Gaussian(None), line.l2),
+        (Gaussian("estimate"), line.l2),
+        (module, line.l2 * 2 / outputs),
+    ):
+        fit = line.fit(estimator, likelihood, l2=l2)
+        assert fit.noise == pytest.approx(noise, abs=1e-8)
+        out = fit.predict(line.unseen)
+        torch.testing.assert_close(out.std, line.std(noise), **EXACT)
+        total = (line.std(noise).square() + noise**2).sqrt()
+        torch.testing.assert_close(out.total_std, total, **EXACT)
+
+
+def test_a_whole_covariance_and_samples_have_the_noise():
+    line = Line(0, noise=0.5)
+    fit = line.fit("hessian", Gaussian(0.5))
+    out = fit.predict(line.unseen, covariance=True)
+    torch.testing.assert_close(out.covariance[:, 0], out.variance)
+    draws = fit.sample(100_000, seed=1)
+    exact = 0.25 * line.inverse
+    # The error of a sample covariance is about √(2/100,000) = 0.0045 of its scale.
+    torch.testing.assert_close(draws.T.cov(), exact, rtol=0, atol=0.03 * float(exact.max()))
+
+
+@cache
+def network(seed=0):
+    return make_case("dense", count=29, l2=0.1, seed=seed, likelihood="gaussian")
+
+
+def exact_covariance(case, estimator, noise):
+    """Σ of the cost ½‖r‖²/σ² + (λ/σ²)/2·‖ω‖², with its own dense matrices."""
+    oracle, eye = case.oracle, case.oracle.eye()
+    data = {name: oracle.matrix(name) - case.l2 * eye for name in ("hessian", "opg", "ggn")}
+    at = {name: part / noise**2 + case.l2 / noise**2 * eye for name, part in data.items()}
+    at["opg"] = data["opg"] / noise**4 + case.l2 / noise**2 * eye
+    if estimator == "sandwich":
+        inverse = torch.linalg.inv(at["hessian"])
+        return inverse @ at["opg"] @ inverse / oracle.count
+    return torch.linalg.inv(at[estimator]) / oracle.count
+
+
+@pytest.mark.parametrize("noise", [0.4, 2.5])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_noise_of_a_network_is_exact(estimator, noise):
+    case = network()
+    assert float(torch.linalg.eigvalsh(case.oracle.hessian())[0]) > 0
+    options = {"l2": case.l2, "estimator": estimator, "progress": False}
+    rows = case.oracle.sensitivity(case.unseen, "probability")
+    exact = (rows @ exact_covariance(case, estimator, noise) @ rows.mT).diagonal(dim1=1, dim2=2)
+    whole = deltabars.fit(
+        case.model, case.data, likelihood=Gaussian(noise), rank=case.oracle.size, **options
+    )
+    torch.testing.assert_close(whole.predict(case.unseen).std, exact.sqrt(), **EXACT)
+    for rank in (1, 5, 20):
+        fit = deltabars.fit(
+            case.model, case.data, likelihood=Gaussian(noise), rank=rank, **options
+        )  # fmt: skip
+        if estimator == "hessian":  # the spectrum below λ is corrected, see the guide
+            continue
+        out = fit.predict(case.unseen)
+        assert bool((out.std_low - 1e-9 <= exact.sqrt()).all())
+        assert bool((exact.sqrt() <= out.std_high + 1e-9).all())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_with_noise_is_the_fit_of_that_noise(estimator):
+    case = network()
+    options = {"l2": case.l2, "estimator": estimator, "rank": 9, "progress": False}
+    unit = deltabars.fit(case.model, case.data, likelihood="gaussian", **options)
+    unit.predict(case.unseen)
+    moved = unit.with_noise(0.4)
+    fresh = deltabars.fit(case.model, case.data, likelihood=Gaussian(0.4), **options)
+    assert unit.noise == 1.0
+    for name in ("std", "std_error", "total_std", "score"):
+        there, here = (getattr(f.predict(case.unseen), name) for f in (moved, fresh))
+        torch.testing.assert_close(there, here, rtol=1e-12, atol=0)
+    estimated = deltabars.fit(case.model, case.data, likelihood=Gaussian(None), **options)
+    assert unit.with_noise("estimate").noise == estimated.noise
+    again = moved.with_l2(0.2).with_noise(1.0)
+    torch.testing.assert_close(
+        again.predict(case.unseen).std, unit.with_l2(0.2).predict(case.unseen).std
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_estimate_solves_its_equation(estimator):
+    case = network(1)
+    fit = deltabars.fit(
+        case.model, case.data, likelihood=Gaussian(None), l2=case.l2, estimator=estimator,
+        rank=case.oracle.size, progress=False,
+    )  # fmt: skip
+    residuals = case.model(case.inputs).detach() - case.targets
+    main = "hessian" if estimator == "sandwich" else estimator
+    data = case.oracle.matrix(main) - case.l2 * case.oracle.eye()
+    scale = fit.noise**2 if main == "opg" else 1.0
+    values = torch.linalg.eigvalsh(data / scale)
+    gamma = float((values / (values + case.l2)).sum())
+    assert fit.effective_parameters == pytest.approx(gamma, abs=1e-6)
+    left = residuals.numel() - gamma
+    assert fit.noise**2 * left == pytest.approx(float(residuals.square().sum()), rel=1e-9)
+
+
+def covered(prediction, mean, noise, generator, level):
+    """The share of targets drawn around the true mean that lie in the intervals."""
+    new = {"generator": generator, "dtype": torch.float64}
+    targets = mean + noise * torch.randn(mean.shape, **new)
+    low, high = prediction.interval(level)
+    return float(((low <= targets) & (targets <= high)).double().mean())
+
+
+@pytest.mark.parametrize(("estimator", "runs"), [("ggn", 100), ("opg", 100), ("sandwich", 25)])
+def test_intervals_of_simulated_data_cover_as_they_say(estimator, runs):
+    """Training sets, noise and targets are drawn anew; few examples, so that both parts count."""
+    found = {0.5: [], 0.9: []}
+    epistemic = []
+    for seed in range(runs):
+        line = Line(seed, count=60, size=8, noise=0.7, l2=1e-4)
+        generator = torch.Generator().manual_seed(10_000 + seed)
+        inputs = torch.randn(100, 8, generator=generator, dtype=torch.float64)
+        out = line.fit(estimator, Gaussian("estimate")).predict(inputs)
+        for level, shares in found.items():
+            shares.append(covered(out, inputs @ line.truth.T, 0.7, generator, level))
+        epistemic.append(float((out.std / out.total_std).square().mean()))
+    assert sum(epistemic) / runs > 0.1  # of the variance: leaving it out would show
+    for level, shares in found.items():
+        # The 100 targets of a run share weights and σ̂; the runs are independent. Binomially a run
+        # has a std of √(level(1 − level)/100): 0.03 at 90 %, 0.05 at 50 %. σ̂ is known to
+        # 1/√(2·52) = 10 %, which moves the coverage by 3.4 and by 4.3 points. Together that is at
+        # most 0.066; three of its kind over √runs. (The normal quantile in place of that of t with
+        # 52 degrees of freedom makes half a point less at 90 %.)
+        assert sum(shares) / runs == pytest.approx(level, abs=3 * 0.066 / runs**0.5)
+
+
+def test_intervals_of_a_network_cover_ninety_percent():
+    generator = torch.Generator().manual_seed(0)
+    new = {"generator": generator, "dtype": torch.float64}
+
+    def truth(x):
+        return torch.sin(2 * x).sum(1, keepdim=True)
+
+    inputs = 2 * torch.rand(400, 2, **new) - 1
+    targets = truth(inputs) + 0.2 * torch.randn(400, 1, **new)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    loss = nn.MSELoss()
+    minimise(model, lambda: loss(model(inputs), targets), 1e-3, steps=2000)
+    fit = deltabars.fit(
+        model, (inputs, targets), l2=1e-3, likelihood=loss, estimator="ggn", rank=33, progress=False
+    )
+    assert fit.noise == pytest.approx(0.2, rel=0.12)  # three of its std, 1/√(2·380) = 3.6 %
+    there = 2 * torch.rand(10_000, 2, **new) - 1
+    share = covered(fit.predict(there), truth(there), 0.2, generator, 0.9)
+    # Binomial: √(0.09/10,000) = 0.003. Of one network σ̂ and its bias (λ = 1e-3) are fixed: a σ̂
+    # off by 3.6 % moves the coverage by 1.2 points.
+    assert share == pytest.approx(0.9, abs=3 * math.hypot(0.003, 0.012))
+
+
+@pytest.fixture(scope="module")
+def out():
+    line = Line(0, outputs=2)
+    return line.fit("ggn", Gaussian(0.3)).predict(line.unseen)
+
+
+def test_a_prediction_of_real_numbers(out):
+    assert out.label is None
+    assert torch.equal(out.noise, torch.full((9, 2), 0.3, dtype=torch.float64))
+    low, high = out.interval()
+    quantile = 1.6448536269514722  # of the normal distribution at 0.95
+    torch.testing.assert_close(high - out.mean, quantile * out.total_std, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.mean - low, quantile * out.total_std, rtol=1e-12, atol=0)
+    narrow = out.interval(0.5)
+    assert bool((low < narrow[0]).all())
+    assert bool((narrow[1] < high).all())
+    for part in (out[2:5], out[[2, 3, 4]], out[2:5].to("cpu")):
+        assert torch.equal(part.total_std, out.total_std[2:5])
+        assert torch.equal(part.interval()[0], low[2:5])
+    joined = deltabars.Prediction.concatenate([out[:4], out[4:]])
+    assert torch.equal(joined.total_std, out.total_std)
+    assert np.array_equal(out.numpy().total_std, out.total_std.numpy())
+    assert "label" not in out.numpy()
+    assert repr(out).startswith("Prediction of 9 inputs, 2 outputs")
+    assert "<table>" in out._repr_html_()
+
+
+def test_a_table_of_real_numbers(out):
+    pytest.importorskip("pandas")
+    table = out.to_pandas()
+    assert np.array_equal(table["total_std_1"], out.total_std[:, 1].numpy())
+    assert "label" not in table
+
+
+def test_float32_keeps_its_type():
+    line = Line(0)
+    fit = line.fit("ggn", Gaussian(0.3), dtype=torch.float32)
+    out = fit.predict(line.unseen.float())
+    assert out.total_std.dtype == out.noise.dtype == out.interval()[0].dtype == torch.float32
+    torch.testing.assert_close(out.std.double(), line.std(0.3), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("level", [0, 1, -0.1, 90, "0.9", True, math.nan])
+def test_a_level_that_cannot_be(out, level):
+    with pytest.raises(BadValueError, match="level: expected a number between 0 and 1"):
+        out.interval(level)
+
+
+def test_classes_have_neither_noise_nor_intervals():
+    case = cached_case("dense")
+    fit = deltabars.fit(case.model, case.data, l2=case.l2, rank=3, progress=False)
+    out = fit.predict(case.unseen)
+    assert fit.noise is out.noise is out.total_std is None
+    with pytest.raises(BadValueError, match=r"interval: expected .*Gaussian.*got one of classes"):
+        out.interval()
+    with pytest.raises(BadValueError, match=r"noise: expected .*Gaussian.*got categorical"):
+        fit.with_noise(0.3)
+
+
+def test_noise_that_cannot_be_estimated():
+    line = Line(0, count=40)
+    exact = line.inputs @ line.model.weight.detach().T
+    options = {"rank": 5, "progress": False, "likelihood": Gaussian(None), "estimator": "ggn"}
+    with (
+        pytest.warns(deltabars.errors.OptimumWarning),
+        pytest.raises(BadValueError, match=r"got none: every target is met exactly. Give it"),
+    ):
+        deltabars.fit(line.model, (line.inputs, exact), l2=1e-3, **options)
+
+
+def test_text_says_the_noise():
+    assert ", σ = 0.3" in repr(Line(0).fit("ggn", Gaussian(0.3)))
