@@ -11,7 +11,7 @@ nothing is computed example by example, and no outer product is formed before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -145,6 +145,23 @@ class Factors:
     def is_cheaper_shared(self) -> bool:
         """Whether `add_projection` takes well fewer operations than forming the rows first."""
         return 2 * self.signals.shape[3] <= self.signals.shape[1]
+
+
+def joined(layers: Sequence[Factors]) -> list[Factors]:
+    """The factors with those of one weight put together: the sum of its calls is over positions."""
+    calls: dict[str | None, list[Factors]] = {}
+    for factors in layers:
+        calls.setdefault(factors.weight, []).append(factors)
+    return [
+        group[0]
+        if len(group) == 1
+        else replace(
+            group[0],
+            activations=torch.cat([factors.activations for factors in group], 1),
+            signals=torch.cat([factors.signals for factors in group], 3),
+        )
+        for group in calls.values()
+    ]
 
 
 @dataclass
