@@ -288,8 +288,8 @@ ZOO: dict[str, Member] = {
     ),
     "an operation of one's own": Member(
         wired(
-            lambda net, x: net.head(Cubed.apply(net.core(x)) * net.norm.weight),
-            core=lambda: nn.Linear(4, 3), norm=lambda: nn.LayerNorm(3), head=head(3),
+            lambda net, x: net.head(Cubed.apply(net.line(net.core(x)[:, None])[:, 0])),
+            core=lambda: nn.Linear(4, 5), line=lambda: nn.Conv1d(1, 1, 3), head=head(3),
         ),
         numbers(4),
         slow=("opg", "ggn", "hessian"),

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from deltabars.curvature.columns import Part, kept_parts
-from deltabars.curvature.layers import Factors, Recorder, joined
+from deltabars.curvature.layers import Factors, joined
+from deltabars.curvature.recorder import Recorder
 from deltabars.curvature.singles import UNSUPPORTED, Singles
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
@@ -43,8 +44,9 @@ class Pulled:
 class Pullback:
     """The map from cotangents v (B, R, C) of the outputs z to rows v·∂z/∂ω (B, R, P).
 
-    Weights and biases of dense layers and of two-dimensional convolutions (without groups) are
-    reached through the layers' activations; the rest example by example. Which are which is found
+    Weights and biases of dense layers and of two-dimensional convolutions (without groups), of
+    norms and embeddings, and what is added to or multiplied with all examples alike are reached
+    through the layers' activations; the rest example by example. Which are which is found
     out on the first inputs of each shape, and checked there against derivatives of single
     examples; where a later batch uses them differently, that batch goes example by example.
     """
@@ -105,14 +107,18 @@ class Pullback:
     ) -> Pulled | None:
         """The rows by the named parameters; None where they are not used in layers alone."""
         recorder, outputs = self._record(inputs, names)
-        if not recorder.reached.issuperset(names) or recorder.elsewhere:
+        if recorder.elsewhere:
             return None
-        edges = [call.edge for call in recorder.calls]
+        edges = [call.edge for call in recorder.followed]
         back = cotangents(outputs.detach()).transpose(0, 1)  # (R, B, C)
         gradients = self._gradients(outputs, edges, back)
         loose: dict[str, Tensor] = {}
         layers = []
-        for call, gradient in zip(recorder.calls, gradients, strict=True):
+        count = len(recorder.calls)
+        for use, gradient in zip(recorder.uses, gradients[count:], strict=True):
+            if gradient is not None:
+                _add(loose, use.name, use.rows(gradient))
+        for call, gradient in zip(recorder.calls, gradients[:count], strict=True):
             if gradient is None:  # the outputs do not depend on this layer
                 continue
             factors = call.factors(gradient)
@@ -120,6 +126,10 @@ class Pullback:
                 _add(loose, factors.bias, factors.bias_rows())
             layers.append(factors)
         weights = joined([factors for factors in layers if factors.weight is not None])
+        for name in set(names) - loose.keys() - {factors.weight for factors in weights}:
+            # Not used, or not by what the outputs depend on.
+            size = self.network.trained[name].numel()
+            loose[name] = outputs.new_zeros(len(outputs), len(back), size)
         return Pulled(outputs.detach(), back.shape[0], weights, loose)
 
     def _gradients(
@@ -161,13 +171,14 @@ class Pullback:
         some = torch.arange(_EXAMPLES, device=self.network.device) % leaves(inputs)[0].shape[0]
         few = map_leaves(lambda leaf: leaf[some], inputs)
         names = list(self.network.trained)
-        recorder, outputs = self._record(few, names)
-        changed = any(call.inputs._version != call.version for call in recorder.calls)
-        good = [
-            name
-            for name in names
-            if name in recorder.reached and name not in recorder.elsewhere and not changed
-        ]
+        try:
+            recorder, outputs = self._record(few, names)
+        except UNSUPPORTED as error:  # positions for each example, say, where it expects one
+            if ran_out(error):
+                raise
+            return tuple(names)
+        changed = any(call.is_changed for call in recorder.followed)
+        good = [name for name in names if name not in recorder.elsewhere and not changed]
         mixed = self._mixed(inputs, good) if good else set()
         good = [name for name in good if name not in mixed]
         generator = torch.Generator().manual_seed(0)
@@ -189,19 +200,17 @@ class Pullback:
         Outputs of one half of the examples send no signals to the other half of a layer's output.
         """
         recorder, outputs = self._record(inputs, names)
-        if not recorder.calls:
+        calls = recorder.followed
+        if not calls:
             return set()
         generator = torch.Generator().manual_seed(1)
         half = torch.rand(len(outputs), generator=generator).to(outputs.device) < 0.5
         back = (half[:, None] * torch.ones_like(outputs))[None]
         found = set()
-        for call, gradient in zip(
-            recorder.calls,
-            self._gradients(outputs, [call.edge for call in recorder.calls], back),
-            strict=True,
-        ):
+        gradients = self._gradients(outputs, [call.edge for call in calls], back)
+        for call, gradient in zip(calls, gradients, strict=True):
             if gradient is not None and bool(gradient[0][~half].any()):
-                found |= {name for name in (call.weight, call.bias) if name}
+                found |= set(call.names)
         return found
 
     def _agreeing(self, few: Inputs, back: Tensor, parts: dict[str, Tensor]) -> set[str]:
