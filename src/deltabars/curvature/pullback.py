@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from deltabars.curvature.columns import Part, kept_parts
 from deltabars.curvature.layers import Factors, joined
 from deltabars.curvature.recorder import Recorder
-from deltabars.curvature.singles import UNSUPPORTED, Singles
+from deltabars.curvature.singles import UNSUPPORTED, Singles, agree, total_norm
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
@@ -21,7 +21,6 @@ from deltabars.network import Network
 Cotangents = Callable[[Tensor], Tensor]  # outputs (B, C) -> (B, R, C)
 
 _EXAMPLES = 3  # that the way over the layers is checked on
-_AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
 
 
 @dataclass(frozen=True)
@@ -226,9 +225,9 @@ class Pullback:
         chosen = [trained[name] for name in parts]
         for (n, r), total in zip(product(*map(range, back.shape[:2])), totals, strict=True):
             single = torch.autograd.grad(total, chosen, retain_graph=True, materialize_grads=True)
+            whole = total_norm(single)
             for (name, rows), gradient in zip(parts.items(), single, strict=True):
-                gap = float((rows[n, r] - gradient.flatten()).norm())
-                if not gap <= _AGREE * float(gradient.norm()):
+                if not agree(rows[n, r], gradient.flatten(), whole):
                     right.discard(name)
         return right
 

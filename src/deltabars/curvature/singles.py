@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ UNSUPPORTED = (RuntimeError, ValueError, IndexError, TypeError, KeyError, Attrib
 
 _EXAMPLES = 3  # that a way is checked on
 _AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
+_ROUNDING = 100  # units in the last place of all derivatives together
 
 
 class Singles:
@@ -80,7 +82,8 @@ class Singles:
                 found = self._try(few, back, names)
                 if found is None:
                     continue
-                if all(_agree(found[name], exact[name]) for name in names):
+                whole = total_norm(exact.values())
+                if all(agree(found[name], exact[name], whole) for name in names):
                     break
                 self._give_up(names, "its derivatives under vmap are not those of autograd")
 
@@ -163,9 +166,19 @@ class Singles:
         return rows
 
 
-def _agree(found: Tensor, exact: Tensor) -> bool:
+def agree(found: Tensor, exact: Tensor, whole: float) -> bool:
+    """Whether derivatives by one parameter are the exact ones; by all of them they are `whole`.
+
+    Some are zero but for rounding, such as those by the bias of attention's keys.
+    """
     gap = float((found - exact).norm())
-    return gap <= _AGREE * float(exact.norm()) or not bool(exact.isfinite().all())
+    rounding = _ROUNDING * torch.finfo(exact.dtype).eps * whole
+    return gap <= max(_AGREE * float(exact.norm()), rounding) or not bool(exact.isfinite().all())
+
+
+def total_norm(parts: Iterable[Tensor]) -> float:
+    """The norm of all parts together."""
+    return math.hypot(*(float(part.norm()) for part in parts))
 
 
 def first_line(error: BaseException) -> str:
