@@ -44,7 +44,9 @@ class Oracle:
         for name, shape in zip(self.names, self.shapes, strict=True):
             parts[name] = vector[start : start + shape.numel()].reshape(shape)
             start += shape.numel()
-        return torch.func.functional_call(self.model, parts, (inputs,))
+        given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        result = torch.func.functional_call(self.model, parts, *given)
+        return getattr(result, "logits", result)
 
     def losses(self, vector: Tensor) -> Tensor:
         return self.loss(self.outputs(vector, self.inputs), self.targets)

@@ -59,7 +59,7 @@ class OptimumWarning(DeltaBarsWarning):
 
 
 class ModelWarning(DeltaBarsWarning):
-    """The model can be used, but its outputs do not look like logits."""
+    """The model can be used, but its outputs do not look like logits, or it goes a slower way."""
 
 
 class LossWarning(DeltaBarsWarning):

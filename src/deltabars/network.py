@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.definitions import AsDefined
 from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
@@ -116,7 +117,8 @@ class Network:
         else:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
         state = {**self.constants, **trained}
-        result = torch.func.functional_call(self.model, state, args, kwargs)
+        with AsDefined():
+            result = torch.func.functional_call(self.model, state, args, kwargs)
         return _logits(result)
 
     def one_output(self, trained: Mapping[str, Tensor], example: Inputs) -> Tensor:
@@ -162,10 +164,21 @@ class Network:
 
     def check_last_layer(self, examples: Inputs) -> None:
         """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
-        jacobian = torch.func.vmap(torch.func.jacrev(self.one_output), in_dims=(None, 0))
-        for name, rows in jacobian(dict(self.trained), examples).items():  # (B, C, *shape)
-            reaches = rows.flatten(2).abs().sum((0, 2)) > 0  # (C,)
-            if rows.ndim < 3 or rows.shape[2] != rows.shape[1] or not bool(reaches.all()):
+        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        with torch.enable_grad():
+            columns = self.outputs(trained, examples).sum(0).unbind()  # (C,)
+        weights = list(trained.values())
+        reaches = dict.fromkeys(trained, True)
+        for column in columns:
+            parts: Sequence[Tensor] = [torch.zeros(1)] * len(weights)
+            if column.requires_grad:
+                parts = torch.autograd.grad(
+                    column, weights, retain_graph=True, materialize_grads=True
+                )
+            for name, part in zip(trained, parts, strict=True):
+                reaches[name] &= bool(part.any())
+        for name, value in trained.items():
+            if value.ndim < 1 or value.shape[0] != len(columns) or not reaches[name]:
                 raise ModelError(
                     "last_layer(): expected the last registered layer to produce the outputs, got "
                     f"{name}, which does not. Name the right one with params=[…]."

@@ -109,7 +109,7 @@ class ParameterSpace:
         batch = vector.shape[:-1]
         parts = vector.split(self.sizes, dim=-1)
         return {
-            name: part.reshape(*batch, *shape)
+            name: part.reshape((*batch, *shape))
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
 

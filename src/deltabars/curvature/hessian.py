@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_map
 
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
+from deltabars.curvature.double_backward import check_gradient_products, gradient_products
 from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
+from deltabars.curvature.singles import UNSUPPORTED, first_line
+from deltabars.errors import ModelWarning
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
-# What torch and the rewriting raise on graphs that they do not know.
-_UNTRACEABLE = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError)
 _SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
 _SMALL_ELSEWHERE = 1 << 29
 
@@ -34,7 +35,8 @@ class HessianOperator(CurvatureOperator):
     Pearlmutter's product, forward over reverse. What does not depend on the vector is computed
     once for each chunk of the data and kept, as far as it fits the memory budget; a
     product over kept chunks costs about as much as a gradient, over others about two gradients.
-    Data that do not fit in memory, or whose shapes differ, are not kept.
+    Data that do not fit in memory, or whose shapes differ, are not kept. Where torch has no forward
+    derivatives of a model, its products are gradients of gradients, with a warning.
 
     Attributes:
         kept_bytes: the memory that is held from product to product.
@@ -48,6 +50,7 @@ class HessianOperator(CurvatureOperator):
         # What each forward pass is run in.
         self._compact = problem.units.compact if problem.units.any_silent else _all_units
         self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
+        self._backward_twice = False  # where forward derivatives cannot be had
         self._kept: list[Tensors] = []
         self.kept_bytes = 0
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
@@ -82,10 +85,11 @@ class HessianOperator(CurvatureOperator):
 
     def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
         """The function from vectors (b, P) to their products with this chunk's Hessian."""
+        if self._backward_twice:
+            return partial(self._twice_backward, batch)
         part, fixed = self._part(batch), self._fixed(batch)
         if part is None:
-            whole = partial(self._derivative, batch.inputs, *fixed)
-            return partial(self._apply, lambda tangents: whole(*tangents))
+            return partial(self._untraced, batch)
         if position < len(self._kept):
             prepared = self._kept[position]
         else:
@@ -96,6 +100,29 @@ class HessianOperator(CurvatureOperator):
                 self._kept.append(prepared)
                 self.kept_bytes += size
         return partial(self._apply, partial(part.apply, prepared))
+
+    def _untraced(self, batch: Batch, vectors: Tensor) -> Tensor:
+        """The products with a chunk's Hessian from the start; backward twice if need be."""
+        if not self._backward_twice:
+            whole = partial(self._derivative, batch.inputs, *self._fixed(batch))
+            try:
+                return self._apply(lambda tangents: whole(*tangents), vectors)
+            except UNSUPPORTED as error:
+                if ran_out(error):
+                    raise
+                self._backward_twice = True
+                warnings.warn(
+                    "Model: expected operations with forward derivatives, for Hessian products, "
+                    f"got one without ({first_line(error)}). Going on with gradients of gradients, "
+                    "which are slower.",
+                    ModelWarning,
+                    stacklevel=3,
+                )
+                check_gradient_products(self.problem.network, self.problem.likelihood, batch)
+        return self._twice_backward(batch, vectors)
+
+    def _twice_backward(self, batch: Batch, vectors: Tensor) -> Tensor:
+        return gradient_products(self.problem.network, self.problem.likelihood, batch, vectors)
 
     def _apply(self, derivative: Callable[[list[Tensor]], Tensors], vectors: Tensor) -> Tensor:
         space = self.problem.parameters
@@ -125,7 +152,7 @@ class HessianOperator(CurvatureOperator):
         while True:
             try:
                 return LinearPart(function, fixed, tangents, self.device)
-            except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
+            except UNSUPPORTED as error:  # operations that look at values, such as one_hot
                 if ran_out(error):
                     raise
             if self._compact is _all_units:

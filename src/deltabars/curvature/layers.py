@@ -1,4 +1,4 @@
-"""The dense and convolutional layers of a forward pass, as they were called.
+"""The dense and convolutional layers of a forward pass, and what their derivatives are made of.
 
 The derivative of an output by a layer's weight is a sum over positions t of outer products
 
@@ -11,17 +11,12 @@ nothing is computed example by example, and no outer product is formed before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import GradientEdge
 
 from deltabars.curvature.patches import patches
 
@@ -56,6 +51,16 @@ class Call:
     version: int
     edge: GradientEdge
     window: Window | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters of it that are asked for."""
+        return tuple(name for name in (self.weight, self.bias) if name)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether what went in has been altered since."""
+        return self.inputs._version != self.version
 
     def factors(self, gradients: Tensor) -> Factors:
         """The factors a and δ of this call, from the gradients (R, B, …) by its output."""
@@ -147,111 +152,18 @@ class Factors:
         return 2 * self.signals.shape[3] <= self.signals.shape[1]
 
 
-@dataclass
-class Recorder(TorchFunctionMode):
-    """Notes every call of a layer whose weight or bias is among `names`, while it is active.
-
-    Attributes:
-        names: of parameters, by the identity of their tensors.
-        batch_size: B.
-        calls: the layers called.
-        elsewhere: the names of parameters that were used in any other way.
-    """
-
-    names: Mapping[int, str]
-    batch_size: int
-    calls: list[Call] = field(default_factory=list)
-    elsewhere: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @property
-    def reached(self) -> set[str]:
-        """The names of parameters that layers were called with."""
-        return {name for call in self.calls for name in (call.weight, call.bias) if name}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call `func`, and note what it does with the parameters."""
-        kwargs = kwargs or {}
-        used = {id(leaf) for leaf in tree_leaves((args, kwargs))} & self.names.keys()
-        if not used or not torch.is_grad_enabled():  # nothing depends on what is done without
-            return func(*args, **kwargs)
-        layer = _LAYERS.get(func)
-        if layer is not None:
-            inputs, weight, bias, window = layer(*args, **kwargs)
-            if self._fits(inputs, weight, window) and not used - {id(weight), id(bias)}:
-                function = partial(_again, func, args, kwargs)
-                return self._call(inputs, weight, bias, window, function)
-        result = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not just its shape
-            self.elsewhere |= {self.names[key] for key in used}
-        return result
-
-    def _fits(self, inputs: Tensor, weight: Tensor, window: Window | str | None) -> bool:
-        if window == _UNUSUAL or inputs.ndim < 2 or inputs.shape[0] != self.batch_size:
-            return False
-        return weight.ndim == 2 if window is None else weight.ndim == inputs.ndim == 4
-
-    def _call(
-        self,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        window: Any,
-        function: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        if not inputs.requires_grad:  # so that the output has a place in the graph
-            inputs = inputs.detach().requires_grad_()
-        output = function(inputs)
-        if output.dtype != inputs.dtype:  # autocast, whose casts are part of the derivative
-            used = {id(weight), id(bias)} & self.names.keys()
-            self.elsewhere |= {self.names[key] for key in used}
-            return output
-        found = self.names.get
-        names = found(id(weight)), None if bias is None else found(id(bias))
-        seen = inputs.detach()
-        call = Call(*names, seen, seen._version, get_gradient_edge(output), window)
-        self.calls.append(call)
-        return output
-
-
-_UNUSUAL = "unusual"
-
-
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensor) -> Tensor:
-    """Call a layer with other inputs."""
-    result: Tensor = (
-        func(inputs, *args[1:], **kwargs) if args else func(**{**kwargs, "input": inputs})
-    )
-    return result
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return input, weight, bias, None
-
-
-def _conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    window: Window | str = _UNUSUAL
-    if groups == 1 and not isinstance(padding, str) and weight.ndim == 4:
-        kernel = (weight.shape[2], weight.shape[3])
-        window = Window(kernel, _pair(stride), _pair(padding), _pair(dilation))
-    return input, weight, bias, window
-
-
-def _pair(value: Any) -> Pair:
-    sizes = (value,) if isinstance(value, int) else tuple(value)
-    return (sizes[0], sizes[-1])
-
-
-_LAYERS: dict[Any, Callable[..., Any]] = {F.linear: _linear, F.conv2d: _conv2d}
+def joined(layers: Sequence[Factors]) -> list[Factors]:
+    """The factors with those of one weight put together: the sum of its calls is over positions."""
+    calls: dict[str | None, list[Factors]] = {}
+    for factors in layers:
+        calls.setdefault(factors.weight, []).append(factors)
+    return [
+        group[0]
+        if len(group) == 1
+        else replace(
+            group[0],
+            activations=torch.cat([factors.activations for factors in group], 1),
+            signals=torch.cat([factors.signals for factors in group], 3),
+        )
+        for group in calls.values()
+    ]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from deltabars.curvature.columns import Part, kept_parts
-from deltabars.curvature.layers import Factors, Recorder
+from deltabars.curvature.layers import Factors, joined
+from deltabars.curvature.recorder import Recorder
+from deltabars.curvature.singles import UNSUPPORTED, Singles, agree, total_norm
 from deltabars.inputs import Inputs, leaves, map_leaves
+from deltabars.memory import ran_out
 from deltabars.network import Network
 
 Cotangents = Callable[[Tensor], Tensor]  # outputs (B, C) -> (B, R, C)
 
 _EXAMPLES = 3  # that the way over the layers is checked on
-_AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,17 @@ class Pulled:
 class Pullback:
     """The map from cotangents v (B, R, C) of the outputs z to rows v·∂z/∂ω (B, R, P).
 
-    Weights and biases of dense layers and of two-dimensional convolutions (without groups) are
-    reached through the layers' activations; the rest example by example. Which are which is found
+    Weights and biases of dense layers and of two-dimensional convolutions (without groups), of
+    norms and embeddings, and what is added to or multiplied with all examples alike are reached
+    through the layers' activations; the rest example by example. Which are which is found
     out on the first inputs of each shape, and checked there against derivatives of single
     examples; where a later batch uses them differently, that batch goes example by example.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
+        self._singles = Singles(network)
+        self._rows_together: bool | None = None  # not known yet
         self._rests: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
 
     def rows(
@@ -101,7 +107,7 @@ class Pullback:
             pulled = Pulled(outputs, cotangents(outputs).shape[1], [], {})
             rest = tuple(self.network.trained)
         if rest:
-            pulled.loose.update(self._one_by_one(inputs, cotangents(pulled.outputs), rest))
+            pulled.loose.update(self._singles.rows(inputs, cotangents(pulled.outputs), rest))
         return pulled.scaled(self.network.scales) if self.network.scales else pulled
 
     def _through_layers(
@@ -109,27 +115,55 @@ class Pullback:
     ) -> Pulled | None:
         """The rows by the named parameters; None where they are not used in layers alone."""
         recorder, outputs = self._record(inputs, names)
-        if not recorder.reached.issuperset(names) or recorder.elsewhere:
+        if recorder.elsewhere:
             return None
-        edges = [call.edge for call in recorder.calls]
+        edges = [call.edge for call in recorder.followed]
         back = cotangents(outputs.detach()).transpose(0, 1)  # (R, B, C)
-        gradients = _gradients(outputs, edges, back)
+        gradients = self._gradients(outputs, edges, back)
         loose: dict[str, Tensor] = {}
         layers = []
-        for call, gradient in zip(recorder.calls, gradients, strict=True):
+        count = len(recorder.calls)
+        for use, gradient in zip(recorder.uses, gradients[count:], strict=True):
+            if gradient is not None:
+                _add(loose, use.name, use.rows(gradient))
+        for call, gradient in zip(recorder.calls, gradients[:count], strict=True):
             if gradient is None:  # the outputs do not depend on this layer
                 continue
             factors = call.factors(gradient)
             if factors.bias is not None:
                 _add(loose, factors.bias, factors.bias_rows())
             layers.append(factors)
-        weights = [factors.weight for factors in layers if factors.weight is not None]
-        shared = {name for name in weights if weights.count(name) > 1}
-        for factors in layers:  # the rows of a weight that several calls share are their sum
-            if factors.weight in shared:
-                _add(loose, factors.weight, factors.weight_rows())
-        alone = [f for f in layers if f.weight is not None and f.weight not in shared]
-        return Pulled(outputs.detach(), back.shape[0], alone, loose)
+        weights = joined([factors for factors in layers if factors.weight is not None])
+        for name in set(names) - loose.keys() - {factors.weight for factors in weights}:
+            # Not used, or not by what the outputs depend on.
+            size = self.network.trained[name].numel()
+            loose[name] = outputs.new_zeros(len(outputs), len(back), size)
+        return Pulled(outputs.detach(), back.shape[0], weights, loose)
+
+    def _gradients(
+        self, outputs: Tensor, edges: list[GradientEdge], back: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients (R, B, …) of rows of cotangents (R, B, C), by places in the graph."""
+        if self._rows_together is not False and back.shape[0] > 1:
+            untried = self._rows_together is None  # then the graph is held for another way
+            options = {"retain_graph": untried, "allow_unused": True, "is_grads_batched": True}
+            try:
+                batched = torch.autograd.grad(outputs, edges, back, **options)
+            except UNSUPPORTED as error:  # an operation whose derivative does not bear vmap
+                if ran_out(error) or not untried:
+                    raise
+                self._rows_together = False
+            else:
+                self._rows_together = True
+                return list(batched)
+        last = len(back) - 1
+        single = [
+            torch.autograd.grad(outputs, edges, row, retain_graph=r < last, allow_unused=True)
+            for r, row in enumerate(back)
+        ]
+        return [
+            None if parts[0] is None else torch.stack(parts) for parts in zip(*single, strict=True)
+        ]
 
     def _record(self, inputs: Inputs, names: list[str]) -> tuple[Recorder, Tensor]:
         trained = dict(self.network.trained)
@@ -139,50 +173,33 @@ class Pullback:
             outputs = self.network.outputs(trained, inputs)
         return recorder, outputs
 
-    def _one_by_one(
-        self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]
-    ) -> dict[str, Tensor]:
-        trained = dict(self.network.trained)
-        chosen = {name: trained[name] for name in names}
-
-        def one(example: Inputs, rows: Tensor) -> dict[str, Tensor]:
-            def output(at: dict[str, Tensor]) -> Tensor:
-                return self.network.one_output({**trained, **at}, example)
-
-            pull = torch.func.vjp(output, chosen)[1]
-            if len(rows) == 1:  # one vmap less, which some operations do not bear twice
-                return {name: part[None] for name, part in pull(rows[0])[0].items()}
-            derivatives: dict[str, Tensor] = torch.func.vmap(pull)(rows)[0]
-            return derivatives
-
-        parts = torch.func.vmap(one)(inputs, cotangents)
-        return {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
-
     def _find_rest(self, inputs: Inputs) -> tuple[str, ...]:
         """The parameters that cannot be reached through layers, by trying."""
         # More than one example, repeated if need be: of one it is not seen which dimension counts.
         some = torch.arange(_EXAMPLES, device=self.network.device) % leaves(inputs)[0].shape[0]
         few = map_leaves(lambda leaf: leaf[some], inputs)
         names = list(self.network.trained)
-        recorder, outputs = self._record(few, names)
-        changed = any(call.inputs._version != call.version for call in recorder.calls)
-        good = [
-            name
-            for name in names
-            if name in recorder.reached and name not in recorder.elsewhere and not changed
-        ]
+        try:
+            recorder, outputs = self._record(few, names)
+        except UNSUPPORTED as error:  # positions for each example, say, where it expects one
+            if ran_out(error):
+                raise
+            return tuple(names)
+        changed = any(call.is_changed for call in recorder.followed)
+        good = [name for name in names if name not in recorder.elsewhere and not changed]
         mixed = self._mixed(inputs, good) if good else set()
         good = [name for name in good if name not in mixed]
         generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-        pulled = self._through_layers(few, lambda _: direction[:, None], good) if good else None
+        size = (_EXAMPLES, _EXAMPLES, outputs.shape[1])  # as many rows as examples: see Singles
+        back = torch.randn(size, generator=generator).to(outputs)
+        pulled = self._through_layers(few, lambda _: back, good) if good else None
         if pulled is None:
             return tuple(names)
         parts = dict(pulled.loose)
         for factors in pulled.layers:
             if factors.weight is not None:
                 parts[factors.weight] = factors.weight_rows()
-        right = self._agreeing(few, direction, parts)
+        right = self._agreeing(few, back, parts)
         return tuple(name for name in names if name not in right)
 
     def _mixed(self, inputs: Inputs, names: list[str]) -> set[str]:
@@ -191,47 +208,37 @@ class Pullback:
         Outputs of one half of the examples send no signals to the other half of a layer's output.
         """
         recorder, outputs = self._record(inputs, names)
-        if not recorder.calls:
+        calls = recorder.followed
+        if not calls:
             return set()
         generator = torch.Generator().manual_seed(1)
         half = torch.rand(len(outputs), generator=generator).to(outputs.device) < 0.5
         back = (half[:, None] * torch.ones_like(outputs))[None]
         found = set()
-        for call, gradient in zip(
-            recorder.calls,
-            _gradients(outputs, [call.edge for call in recorder.calls], back),
-            strict=True,
-        ):
+        gradients = self._gradients(outputs, [call.edge for call in calls], back)
+        for call, gradient in zip(calls, gradients, strict=True):
             if gradient is not None and bool(gradient[0][~half].any()):
-                found |= {name for name in (call.weight, call.bias) if name}
+                found |= set(call.names)
         return found
 
-    def _agreeing(self, few: Inputs, direction: Tensor, parts: dict[str, Tensor]) -> set[str]:
-        """The names whose rows (B, 1, ·) are the derivatives of single examples."""
+    def _agreeing(self, few: Inputs, back: Tensor, parts: dict[str, Tensor]) -> set[str]:
+        """The names whose rows (B, R, ·) are the derivatives of single examples."""
         trained = {
             name: value.clone().requires_grad_(name in parts)
             for name, value in self.network.trained.items()
         }
         with torch.enable_grad():
             outputs = self.network.outputs(trained, few)
-            totals = (outputs * direction).sum(1).unbind()
+            totals = (outputs[:, None] * back).sum(2).flatten().unbind()  # (B·R,)
         right = set(parts)
-        for example, total in enumerate(totals):
-            chosen = [trained[name] for name in parts]
+        chosen = [trained[name] for name in parts]
+        for (n, r), total in zip(product(*map(range, back.shape[:2])), totals, strict=True):
             single = torch.autograd.grad(total, chosen, retain_graph=True, materialize_grads=True)
+            whole = total_norm(single)
             for (name, rows), gradient in zip(parts.items(), single, strict=True):
-                gap = float((rows[example, 0] - gradient.flatten()).norm())
-                if not gap <= _AGREE * float(gradient.norm()):
+                if not agree(rows[n, r], gradient.flatten(), whole):
                     right.discard(name)
         return right
-
-
-def _gradients(outputs: Tensor, edges: list[GradientEdge], back: Tensor) -> list[Tensor | None]:
-    """The gradients (R, B, …) of rows of cotangents (R, B, C), by places in the graph."""
-    if back.shape[0] == 1:
-        single = torch.autograd.grad(outputs, edges, back[0], allow_unused=True)
-        return [None if gradient is None else gradient[None] for gradient in single]
-    return list(torch.autograd.grad(outputs, edges, back, allow_unused=True, is_grads_batched=True))
 
 
 def _add(parts: dict[str, Tensor], name: str, rows: Tensor) -> None:

@@ -1,0 +1,187 @@
+"""Rows of derivatives of one example after the other, in the quickest way that a model bears."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import ModelWarning
+from deltabars.inputs import Inputs, leaves, map_leaves
+from deltabars.memory import ran_out
+from deltabars.network import Network
+
+Rows = dict[str, Tensor]  # (B, R, ·) by name of a parameter
+Way = Callable[[Inputs, Tensor, tuple[str, ...]], Rows]
+
+# What torch raises where it cannot go through a model, or where the model looks at values.
+UNSUPPORTED = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError)
+
+_EXAMPLES = 3  # that a way is checked on
+_AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
+_ROUNDING = 100  # units in the last place of all derivatives together
+
+
+class Singles:
+    """The rows v·∂z/∂ω (B, R, ·) of cotangents v (B, R, C) by some parameters, example by example.
+
+    Three ways, of which the first is taken that works and agrees with the last: all examples and
+    all rows at once, by two `vmap`s; all examples at once and row after row; plain autograd.
+    torch has operations that bear one `vmap` and not two, some of them without an error (the
+    derivative of a PReLU is wrong where there are as many rows as examples), hence the check.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._ways: list[Way] = [self._together, self._row_by_row, self._by_autograd]
+        self._checked = False
+
+    def rows(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows:
+        """The rows by the named parameters.
+
+        Cost: a forward pass and R backward passes an example; by plain autograd in as many calls.
+        """
+        if not self._checked:
+            self._check(inputs, cotangents.shape[2], names)
+            self._checked = True
+        rows = None
+        while rows is None:
+            rows = self._try(inputs, cotangents, names)
+        return rows
+
+    def _try(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows | None:
+        """The rows in the present way; None where it failed and there is another one."""
+        if len(self._ways) == 1:
+            return self._by_autograd(inputs, cotangents, names)
+        try:
+            with warnings.catch_warnings():
+                # Of operations that torch takes in turn by itself, which is still the quicker way.
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                return self._ways[0](inputs, cotangents, names)
+        except UNSUPPORTED as error:
+            if ran_out(error):
+                raise
+            reason = first_line(error)
+        self._give_up(names, reason)
+        return None
+
+    def _check(self, inputs: Inputs, outputs: int, names: tuple[str, ...]) -> None:
+        """Leave the ways that fail on some examples, or that give something else."""
+        some = torch.arange(_EXAMPLES, device=self._network.device) % leaves(inputs)[0].shape[0]
+        few = map_leaves(lambda leaf: leaf[some], inputs)
+        generator = torch.Generator().manual_seed(2)
+        # As many rows as examples, where sizes may be mistaken for one another; and others.
+        for count in (_EXAMPLES, _EXAMPLES - 1):
+            size = (_EXAMPLES, count, outputs)
+            back = torch.randn(size, generator=generator).to(self._network.point)
+            exact = self._by_autograd(few, back, names)
+            while len(self._ways) > 1:
+                found = self._try(few, back, names)
+                if found is None:
+                    continue
+                whole = total_norm(exact.values())
+                if all(agree(found[name], exact[name], whole) for name in names):
+                    break
+                self._give_up(names, "its derivatives under vmap are not those of autograd")
+
+    def _give_up(self, names: tuple[str, ...], reason: str) -> None:
+        del self._ways[0]
+        if len(self._ways) > 1:
+            return
+        count = len(self._network.trained)
+        warnings.warn(
+            "Model: expected operations that torch can differentiate for many examples at once, "
+            f"got one that it cannot ({reason}). Going on example by example for {len(names)} of "
+            f"{count} parameters ({names[0]}{', …' if len(names) > 1 else ''}), which is slower; "
+            "leave them out with params= if it takes too long.",
+            ModelWarning,
+            stacklevel=3,
+        )
+
+    def _together(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows:
+        def rows(pull: Callable[[Tensor], tuple[Rows]], back: Tensor) -> Rows:
+            if len(back) == 1:  # one vmap less
+                return {name: part[None] for name, part in pull(back[0])[0].items()}
+            derivatives: Rows = torch.func.vmap(pull)(back)[0]
+            return derivatives
+
+        return self._over_examples(rows, inputs, cotangents, names)
+
+    def _row_by_row(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows:
+        def rows(pull: Callable[[Tensor], tuple[Rows]], back: Tensor) -> Rows:
+            parts = [pull(row)[0] for row in back.unbind()]
+            return {name: torch.stack([part[name] for part in parts]) for name in names}
+
+        return self._over_examples(rows, inputs, cotangents, names)
+
+    def _over_examples(
+        self,
+        rows: Callable[[Callable[[Tensor], tuple[Rows]], Tensor], Rows],
+        inputs: Inputs,
+        cotangents: Tensor,
+        names: tuple[str, ...],
+    ) -> Rows:
+        trained = dict(self._network.trained)
+        chosen = {name: trained[name] for name in names}
+
+        def one(example: Inputs, back: Tensor) -> Rows:
+            def output(at: Rows) -> Tensor:
+                return self._network.one_output({**trained, **at}, example)
+
+            return rows(torch.func.vjp(output, chosen)[1], back)
+
+        parts = torch.func.vmap(one)(inputs, cotangents)
+        return {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
+
+    def _by_autograd(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows:
+        trained = {
+            name: value.detach().requires_grad_(name in names)
+            for name, value in self._network.trained.items()
+        }
+        chosen = [trained[name] for name in names]
+        examples, count, _ = cotangents.shape
+        rows = {
+            name: value.new_zeros(examples, count, value.numel())
+            for name, value in zip(names, chosen, strict=True)
+        }
+        for n in range(examples):
+            example = map_leaves(lambda leaf, n=n: leaf[n : n + 1], inputs)  # type: ignore[misc]
+            with torch.enable_grad():
+                output = self._network.outputs(trained, example)
+            if not output.requires_grad:
+                continue
+            for r in range(count):
+                parts = torch.autograd.grad(
+                    output,
+                    chosen,
+                    cotangents[n, r : r + 1],
+                    retain_graph=r + 1 < count,
+                    materialize_grads=True,
+                )
+                for name, part in zip(names, parts, strict=True):
+                    rows[name][n, r] = part.flatten()
+        return rows
+
+
+def agree(found: Tensor, exact: Tensor, whole: float) -> bool:
+    """Whether derivatives by one parameter are the exact ones; by all of them they are `whole`.
+
+    Some are zero but for rounding, such as those by the bias of attention's keys.
+    """
+    gap = float((found - exact).norm())
+    rounding = _ROUNDING * torch.finfo(exact.dtype).eps * whole
+    return gap <= max(_AGREE * float(exact.norm()), rounding) or not bool(exact.isfinite().all())
+
+
+def total_norm(parts: Iterable[Tensor]) -> float:
+    """The norm of all parts together."""
+    return math.hypot(*(float(part.norm()) for part in parts))
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, shortened: some of its messages are a page long."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line if len(line) <= 120 else f"{line[:117]}…"

@@ -1,0 +1,228 @@
+"""ResNet-18 for small images (CIFAR-10's 32×32), and a training whose cost is that of eval mode.
+
+He, Zhang, Ren and Sun, Deep residual learning for image recognition (2016), in the variant that is
+usual for CIFAR-10: a 3×3 stem of stride 1, no pooling behind it, 11,173,962 parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltabars.errors import BadValueError
+from deltabars.fitted import DeltaFit
+from deltabars.fitting import fit
+from deltabars.progress import Progress
+
+L2 = 5e-4  # the weight decay that is usual for this network
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions with batch norm, and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, I, H, W) -> (B, O, H/stride, W/stride)."""
+        inner = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of blocks, each of half the resolution of the one before, and a head.
+
+    Args:
+        classes: C.
+        channels: of the input.
+        width: channels of the first stage; 64 for ResNet-18.
+        blocks: of each stage; two each for ResNet-18.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        channels: int = 3,
+        width: int = 64,
+        blocks: tuple[int, ...] = (2, 2, 2, 2),
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        stages: list[nn.Module] = []
+        inputs = width
+        for place, count in enumerate(blocks):
+            outputs = width * 2**place
+            for number in range(count):
+                stride = 2 if place and not number else 1
+                stages.append(Block(inputs, outputs, stride))
+                inputs = outputs
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, channels, H, W) -> logits (B, C)."""
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+def resnet18(classes: int = 10, channels: int = 3, seed: int = 0) -> ResNet:
+    """ResNet-18 for small images, with He's initial weights drawn from `seed`."""
+    return resnet(seed, classes=classes, channels=channels)
+
+
+def resnet(seed: int = 0, **sizes: Any) -> ResNet:
+    """A ResNet of other `sizes` (see `ResNet`), with He's initial weights drawn from `seed`."""
+    network = ResNet(**sizes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                fan = module.out_channels * math.prod(module.kernel_size)
+                module.weight.normal_(0, math.sqrt(2 / fan), generator=generator)
+            elif isinstance(module, nn.Linear):
+                bound = 1 / math.sqrt(module.in_features)
+                module.weight.uniform_(-bound, bound, generator=generator)
+                module.bias.zero_()
+    return network
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to.
+
+    Attributes:
+        loss: the mean loss of the last epoch, as it was met on the way.
+        accuracy: of the training examples in eval mode, at the end.
+    """
+
+    loss: float
+    accuracy: float
+
+
+def train(
+    network: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    l2: float = L2,
+    epochs: int = 30,
+    closing: int = 5,
+    batch_size: int = 128,
+    rate: float = 0.1,
+    seed: int = 0,
+    progress: bool = True,
+) -> Trained:
+    """Train a network in place, to near an optimum of the cost that a fit takes curvatures of.
+
+    SGD with momentum 0.9 and one rise and fall of the rate (a tenth of `rate`, `rate`, 0), with λ
+    as weight decay of *all* parameters, norms and biases too, and no augmentation: the cost is
+    mean loss + (λ/2)·‖ω‖² of these very images. The last `closing` epochs run in eval mode, so that
+    batch norm has the statistics that it has at prediction: else the weights are near the optimum
+    of another cost.
+
+    Args:
+        network: on the device to train on; left in eval mode.
+        images: (N, channels, H, W), on any device; a GPU's own memory is the quickest.
+        labels: (N,).
+        l2: λ.
+        epochs: in training mode.
+        closing: epochs in eval mode, with a rate that falls from a tenth of `rate` to 0.
+
+    Returns:
+        What it came to.
+    """
+    if epochs < 0 or closing < 0 or not epochs + closing:
+        raise BadValueError(
+            f"epochs and closing: expected whole numbers from 0 on, not both 0, got {epochs!r} "
+            f"and {closing!r}."
+        )
+    place = next(network.parameters()).device
+    images, labels = images.to(place), labels.to(place)
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, weight_decay=l2)
+    steps = -(-len(images) // batch_size)
+    loss = math.nan
+    with Progress("Training", epochs + closing, "epoch", progress) as bar:
+        for epoch in range(epochs + closing):
+            network.train(epoch < epochs)
+            if epoch == epochs:
+                optimiser.state.clear()  # momentum of another cost
+            total = torch.zeros((), device=place)
+            order = torch.randperm(len(images), generator=generator).to(place)
+            for step, chosen in enumerate(order.split(batch_size)):
+                for group in optimiser.param_groups:
+                    group["lr"] = rate * _rate(epoch + step / steps, epochs, closing)
+                optimiser.zero_grad(set_to_none=True)
+                mean = F.cross_entropy(network(images[chosen]), labels[chosen])
+                mean.backward()
+                optimiser.step()
+                total += mean.detach() * len(chosen)
+            loss = float(total) / len(images)
+            bar.show(epoch + 1, f"loss {loss:.4f}")
+    optimiser.zero_grad(set_to_none=True)
+    network.eval()
+    return Trained(loss, accuracy(network, images, labels))
+
+
+def accuracy(network: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 512) -> float:
+    """The share of images that a network labels rightly, as it is."""
+    place = next(network.parameters()).device
+    right = 0
+    with torch.no_grad():
+        for part, truth in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+            right += int((network(part.to(place)).argmax(1) == truth.to(place)).sum())
+    return right / len(images)
+
+
+def trained_fit(
+    images: Tensor,
+    labels: Tensor,
+    *,
+    rank: int = 200,
+    estimator: str = "opg",
+    l2: float = L2,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    network: nn.Module | None = None,
+    training: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, DeltaFit]:
+    """ResNet-18 (or another `network`) trained on images, and its fit of `rank` eigenpairs.
+
+    Args:
+        training: further arguments of `train`.
+        options: further arguments of `deltabars.fit`.
+    """
+    network = (resnet18(int(labels.max()) + 1, seed=seed) if network is None else network).to(
+        device
+    )
+    train(network, images, labels, l2=l2, seed=seed, **(training or {}))
+    done = fit(
+        network, (images, labels), l2=l2, rank=rank, estimator=estimator, seed=seed, **options
+    )
+    return network, done
+
+
+def _rate(epoch: float, epochs: int, closing: int) -> float:
+    """The rate at a moment of the training, in parts of the highest one."""
+    if epoch >= epochs:
+        return 0.1 * (1 - (epoch - epochs) / closing)
+    rise = 0.2 * epochs
+    if epoch < rise:
+        return 0.1 + 0.9 * epoch / rise
+    return (epochs - epoch) / (epochs - rise)

@@ -1,0 +1,142 @@
+"""Models that torch's transforms do not bear: a slower way, said once, or a clear refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+import deltabars
+from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.pullback import Pullback
+from deltabars.curvature.singles import Singles
+from deltabars.errors import ModelError, ModelWarning, NotEnoughMemoryError
+from deltabars.network import Network
+from tests.zoo import specimen
+
+SLOW = "an operation of one's own"
+
+
+class Once(torch.autograd.Function):
+    """An operation with first derivatives alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, signal):
+        return 2 * ctx.saved_tensors[0] * signal
+
+
+class Squared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.line, self.head = nn.Linear(4, 5), nn.Conv1d(1, 1, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(Once.apply(self.line(self.first(x)[:, None])[:, 0]))
+
+
+def squared():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Squared().double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (9,), generator=generator)
+
+
+def model_warnings(said):
+    return [str(warning.message) for warning in said if warning.category is ModelWarning]
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+@pytest.mark.parametrize("estimator", ["opg", "hessian"])
+def test_a_fit_of_many_chunks_says_it_once(estimator, recwarn):
+    case = specimen(SLOW)
+    fit = deltabars.fit(
+        case.model, case.data, l2=1.0, rank=4, batch_size=2, estimator=estimator, progress=False
+    )
+    (message,) = model_warnings(recwarn)
+    assert "which " in message
+    assert "slower" in message
+    recwarn.clear()
+    fit.predict(case.unseen, batch_size=1)
+    fit.predict(case.unseen, batch_size=2)
+    (message,) = model_warnings(recwarn)
+    assert "example by example for 2 of 6 parameters (line.weight, …)" in message
+
+
+def test_single_rows_that_memory_is_short_for_are_not_given_up(monkeypatch):
+    def short(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    case = specimen("layer and RMS norm")
+    singles = Singles(Network.capture(case.model))
+    monkeypatch.setattr(singles, "_ways", [short, singles._by_autograd])
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        singles.rows(case.data[0], torch.ones(5, 1, 3, dtype=torch.float64), ("1.weight",))
+    assert len(singles._ways) == 2
+
+
+def test_products_that_memory_is_short_for_are_not_given_up(monkeypatch):
+    case = specimen(SLOW)
+    operator = HessianOperator(deltabars.Problem(case.model, case.data, l2=1.0))
+
+    def short(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    monkeypatch.setattr(operator, "_derivative", short)
+    with (
+        pytest.raises(NotEnoughMemoryError),
+        pytest.warns(deltabars.errors.MemoryWarning),
+    ):
+        operator.matmat(torch.ones(1, operator.shape[0], dtype=torch.float64))
+
+
+def test_operations_without_second_derivatives_are_refused_for_the_hessian_alone():
+    problem = deltabars.Problem(squared(), data(), l2=0.1)
+    vector = torch.ones(1, problem.num_parameters, dtype=torch.float64)
+    with (
+        pytest.warns(ModelWarning, match="gradients of gradients"),
+        pytest.raises(ModelError, match=r"second derivatives.*wrong ones.*'ggn' or 'opg'"),
+    ):
+        HessianOperator(problem).matmat(vector)
+    with pytest.warns(ModelWarning, match="example by example"):
+        OPGOperator(problem).matmat(vector)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_the_last_layer_is_found_behind_what_vmap_cannot_do():
+    case = specimen("GRU, packed")
+    fit = deltabars.fit(
+        case.model, case.data, l2=1.0, params=deltabars.last_layer(), progress=False
+    )
+    assert fit.network.parameters.names == ("head.weight", "head.bias")
+    fit.predict(case.unseen)  # reached through its layer: nothing to warn of
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU, bidirectional", "RNN", "GRU cells", "LSTM cells"])
+def test_recurrent_layers_are_reached_for_all_examples_at_once(kind):
+    case = specimen(kind)
+    pullback = Pullback(Network.capture(case.model))
+    with pullback.network.evaluation():
+        pulled = pullback.pull(case.data[0], lambda outputs: outputs[:, None])
+    assert list(pullback._rests.values()) == [()]
+    assert len({factors.weight for factors in pulled.layers}) == len(pulled.layers)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent_layers_in_float32(kind):
+    """torch's own LSTM of float32 on a CPU is another one than that of float64."""
+    case = specimen(kind)
+    problem = deltabars.Problem(case.model, case.data, l2=1.0, dtype=torch.float32)
+    found = HessianOperator(problem).to_dense().double()
+    torch.testing.assert_close(found, case.oracle.hessian(), rtol=0, atol=1e-5)
