@@ -35,8 +35,12 @@ def test_shapes_and_types(out):
     for name in ("mean", "std", "variance", "std_error", "std_low", "std_high"):
         assert getattr(out, name).shape == (7, 3)
         assert getattr(out, name).dtype == torch.float64
+    assert out.moderated.shape == (7, 3)
     for name in ("score", "score_error", "score_low", "score_high", "label"):
         assert getattr(out, name).shape == (7,)
+    for name in ("mutual_information", "entropy"):
+        assert getattr(out, name).shape == (7,)
+        assert getattr(out, name).dtype == torch.float64
     assert len(out) == 7
 
 
@@ -101,6 +105,8 @@ def test_to_pandas(out):
     assert len(table) == 7
     assert np.array_equal(table["score"], out.score.numpy())
     assert np.array_equal(table["std_2"], out.std[:, 2].numpy())
+    assert np.array_equal(table["mutual_information"], out.mutual_information.numpy())
+    assert np.array_equal(table["moderated_1"], out.moderated[:, 1].numpy())
     assert list(table.columns[:3]) == ["label", "score", "score_error"]
 
 

@@ -25,6 +25,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
+from deltabars.moderation import SAMPLES
 from deltabars.network import Network
 from deltabars.precision import full_precision
 from deltabars.predicting import predict
@@ -112,6 +113,9 @@ class DeltaFit:
         covariance: bool = False,
         bound: str = "rigorous",
         estimator: str | Sequence[str] | None = None,
+        moderation: str | None = "auto",
+        samples: int = SAMPLES,
+        seed: int = 0,
         batch_size: int | None = None,
     ) -> Any:
         """Predictions with error bars.
@@ -126,6 +130,10 @@ class DeltaFit:
             bound: `"rigorous"`, or `"paper"` for the published formulas.
             estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
                 `"opg"`. A list of names gives a dict of predictions, at the cost of one.
+            moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
+                `samples` points of the logits' scatter (`"sampling"`), by a formula without the
+                mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
+            samples, seed: of the sampling; the same ones for all inputs.
             batch_size: inputs worked on at a time; chosen by the memory budget by default.
 
         Returns:
@@ -144,6 +152,9 @@ class DeltaFit:
             covariance=covariance,
             bound=bound,
             estimator=estimator,
+            moderation=moderation,
+            samples=samples,
+            seed=seed,
             batch_size=batch_size,
         )
 

@@ -5,6 +5,8 @@ A likelihood knows, for a batch of outputs z (B, C):
 * the loss of each example, −log p(target | z) up to a constant;
 * the gradient of that loss by z;
 * the mean map m(z), which `Prediction.mean` reports, and its Jacobian ∂m/∂z;
+* the natural parameters η(z), of which the mean is a function as it is of z, m(η) = m(z), and the
+  slope that makes the one Jacobian of the other: ∂m/∂z = diag(slope)·∂η/∂z;
 * Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
 
 All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
@@ -25,6 +27,7 @@ class Likelihood(ABC):
     """What the network's outputs mean. Subclasses are final."""
 
     name: str
+    discrete: bool  # whether targets are labels: a prediction of labels has an entropy
 
     @abstractmethod
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
@@ -42,12 +45,28 @@ class Likelihood(ABC):
         return gradient
 
     @abstractmethod
-    def mean(self, outputs: Tensor) -> Tensor:
-        """m(z), (B, C)."""
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
+        """m(z), (B, C), for outputs along a dimension."""
 
-    @abstractmethod
     def mean_jacobian(self, outputs: Tensor) -> Tensor:
         """∂m/∂z, (B, C, C), a row for each component of the mean."""
+        return self.slope(outputs).unsqueeze(-1) * self.natural_jacobian(outputs)
+
+    def natural(self, outputs: Tensor) -> Tensor:
+        """η(z), (B, C): the outputs themselves, unless they say one thing in several ways."""
+        return outputs
+
+    def natural_jacobian(self, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+        """The rows of ∂η/∂z for the classes (B, k), or for all: (B, k, C)."""
+        return unit_rows(outputs, classes)
+
+    @abstractmethod
+    def slope(self, outputs: Tensor) -> Tensor:
+        """What each row of ∂η/∂z is multiplied by to make a row of ∂m/∂z, (B, C)."""
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        """The entropy (…,) in nats of the labels that a mean (…, C) predicts."""
+        raise NotImplementedError(f"the {self.name} likelihood has no labels")
 
     @abstractmethod
     def curvature_root(self, outputs: Tensor) -> Tensor:
@@ -62,6 +81,7 @@ class Categorical(Likelihood):
     """One of C classes: softmax cross-entropy on logits, integer targets (B,)."""
 
     name = "categorical"
+    discrete = True
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = outputs.shape[1]
@@ -96,29 +116,33 @@ class Categorical(Likelihood):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets.long(), reduction="none")
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
+        return outputs.softmax(dim)
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return self.mean(outputs).unsqueeze(-1) * self._less_the_mean(outputs)
+    def natural(self, outputs: Tensor) -> Tensor:
+        # log p: logits that differ by a constant say the same.
+        return outputs.log_softmax(-1)
+
+    def natural_jacobian(self, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+        # The rows e_c − p. 1 − p_c is the sum of the other probabilities: where p is nearly 1, that
+        # has digits.
+        p = self.mean(outputs).unsqueeze(-2)  # (B, 1, C)
+        own = _own(outputs, classes)
+        others = torch.where(own, 0.0, p).sum(-1, keepdim=True)  # (B, k, 1)
+        return torch.where(own, others, -p)
+
+    def slope(self, outputs: Tensor) -> Tensor:
+        return self.mean(outputs)
 
     def curvature_root(self, outputs: Tensor) -> Tensor:
         # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
-        return self.mean(outputs).sqrt().unsqueeze(-1) * self._less_the_mean(outputs)
+        return self.mean(outputs).sqrt().unsqueeze(-1) * self.natural_jacobian(outputs)
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        return torch.special.entr(mean).sum(dim)
 
     def label(self, mean: Tensor) -> Tensor:
         return mean.argmax(-1)
-
-    def _less_the_mean(self, outputs: Tensor) -> Tensor:
-        """The rows e_c − p, (B, C, C).
-
-        1 − p_c is the sum of the other probabilities: where p is nearly 1, that has digits.
-        """
-        p = self.mean(outputs)
-        classes = p.shape[-1]
-        eye = torch.eye(classes, device=p.device, dtype=p.dtype)
-        others = p @ (1 - eye)  # (B, C)
-        return torch.where(eye.bool(), others.unsqueeze(-1), -p.unsqueeze(-2))
 
 
 class Bernoulli(Likelihood):
@@ -128,6 +152,7 @@ class Bernoulli(Likelihood):
     """
 
     name = "bernoulli"
+    discrete = True
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         _check_same_shape(outputs, targets)
@@ -140,26 +165,28 @@ class Bernoulli(Likelihood):
         targets = targets.to(outputs.dtype)
         return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").sum(-1)
 
-    def mean(self, outputs: Tensor) -> Tensor:
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs.sigmoid()
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._slope(outputs))
+    def slope(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()
 
     def curvature_root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._slope(outputs).sqrt())
+        return torch.diag_embed(self.slope(outputs).sqrt())
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        # Of each answer by itself, summed: what they tell of one another is left out.
+        return (torch.special.entr(mean) + torch.special.entr(1 - mean)).sum(dim)
 
     def label(self, mean: Tensor) -> Tensor:
         return (mean > 0.5).long()
-
-    def _slope(self, outputs: Tensor) -> Tensor:
-        return outputs.sigmoid() * (-outputs).sigmoid()
 
 
 class Gaussian(Likelihood):
     """Regression with unit noise: half the squared error, summed over the C outputs."""
 
     name = "gaussian"
+    discrete = False
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         _check_same_shape(outputs, targets)
@@ -174,14 +201,14 @@ class Gaussian(Likelihood):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (outputs - targets.to(outputs.dtype)).square().sum(-1)
 
-    def mean(self, outputs: Tensor) -> Tensor:
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(outputs))
+    def slope(self, outputs: Tensor) -> Tensor:
+        return torch.ones_like(outputs)
 
     def curvature_root(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(outputs))
+        return unit_rows(outputs)
 
     def label(self, mean: Tensor) -> None:
         return None
@@ -199,6 +226,17 @@ def get_likelihood(name: str | Likelihood) -> Likelihood:
     if not isinstance(name, str) or name not in LIKELIHOODS:
         raise BadValueError(f"likelihood: expected one of {sorted(LIKELIHOODS)}, got {name!r}.")
     return LIKELIHOODS[name]
+
+
+def unit_rows(outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+    """The rows e_c (B, k, C) of the identity for the classes (B, k), or for all."""
+    return _own(outputs, classes).to(outputs.dtype).expand(outputs.shape[0], -1, -1)
+
+
+def _own(outputs: Tensor, classes: Tensor | None) -> Tensor:
+    """Whether a column is a row's own class: (B, k, C) for the classes (B, k), (C, C) for all."""
+    every = torch.arange(outputs.shape[-1], device=outputs.device)
+    return (every if classes is None else classes).unsqueeze(-1) == every
 
 
 def _check_same_shape(outputs: Tensor, targets: Tensor) -> None:

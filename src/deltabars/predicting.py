@@ -10,6 +10,7 @@ from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
+from deltabars.moderation import choose_moderation
 from deltabars.precision import full_precision
 from deltabars.scoring import Scorer
 
@@ -27,6 +28,9 @@ def predict(
     covariance: bool,
     bound: str,
     estimator: str | Sequence[str] | None,
+    moderation: str | None,
+    samples: int,
+    seed: int,
     batch_size: int | None,
 ) -> Any:
     """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
@@ -46,6 +50,9 @@ def predict(
             "estimate only."
         )
     check_batch_size(batch_size)
+    average = choose_moderation(
+        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=False
+    )
     with full_precision(fit.network.device):
         covariances = {name: fit.covariance_of(name, used, full_rank) for name in names}
     matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
@@ -58,6 +65,7 @@ def predict(
         space,
         bound,
         with_covariance=covariance,
+        moderation=average,
         memory_budget=fit.memory_budget,
     )
     results = scorer.predict(inputs, batch_size, fit.progress)

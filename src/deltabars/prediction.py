@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance import Covariance
-from deltabars.curvature import Sensitivity
+from deltabars.covariance.spread import Spread
 from deltabars.errors import MissingDependencyError
+from deltabars.moderation import Moderated
 
 
 class Arrays(dict[str, Any]):
@@ -41,6 +41,10 @@ class Prediction:
         score_error, score_low, score_high: how far the exact score can be, (B,).
         covariance: of the classes, (B, C, C), or None.
         label: the predicted class, (B,) (Bernoulli: (B, C); Gaussian: None).
+        moderated: class probabilities averaged over the scatter of the weights, (B, C), or None.
+        entropy: of the moderated probabilities, in nats, (B,), or None.
+        mutual_information: between label and weights, in nats, (B,), or None. The rest of the
+            entropy is ambiguity that no further data would remove.
     """
 
     mean: Tensor
@@ -55,23 +59,31 @@ class Prediction:
     score_high: Tensor
     covariance: Tensor | None
     label: Tensor | None
+    moderated: Tensor | None = None
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
 
     @classmethod
     def compute(
         cls,
-        sensitivity: Sensitivity,
-        covariance: Covariance,
+        mean: Tensor,
+        spread: Spread,
         label: Tensor | None,
         *,
         bound: str = "rigorous",
+        with_covariance: bool = False,
+        moderated: Moderated | None = None,
     ) -> Prediction:
         """Error bars of one batch; everything is float64 until the end."""
-        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
         std, score = spread.std(bound), spread.score(bound)
-        kind = sensitivity.value.dtype
-        whole = spread.covariance
+        kind = mean.dtype
+        whole = spread.covariance if with_covariance else None
+        average, entropy, information = None, None, None
+        if moderated is not None:
+            average, entropy = moderated.mean.to(kind), moderated.entropy.to(kind)
+            information = moderated.mutual_information
         return cls(
-            mean=sensitivity.value,
+            mean=mean,
             std=std.value.to(kind),
             variance=spread.variance.to(kind),
             std_error=std.error.to(kind),
@@ -83,6 +95,9 @@ class Prediction:
             score_high=score.high.to(kind),
             covariance=None if whole is None else whole.to(kind),
             label=label,
+            moderated=average,
+            entropy=entropy,
+            mutual_information=None if information is None else information.to(kind),
         )
 
     @classmethod
@@ -118,7 +133,7 @@ class Prediction:
         return Arrays({name: value.cpu().numpy() for name, value in self._present().items()})
 
     def to_pandas(self) -> Any:
-        """One row an input: label, its mean and std, the score, and all classes' columns."""
+        """One row an input: label, score, information and entropy, then all classes' columns."""
         try:
             import pandas
         except ImportError as error:
@@ -129,11 +144,21 @@ class Prediction:
         columns: dict[str, Any] = {}
         if self.label is not None and self.label.ndim == 1:
             columns["label"] = arrays["label"]
-        for name in ("score", "score_error", "score_low", "score_high"):
-            columns[name] = arrays[name]
-        for name in ("mean", "std", "std_error", "std_low", "std_high"):
-            for k in range(self.mean.shape[1]):
-                columns[f"{name}_{k}"] = arrays[name][:, k]
+        single = (
+            "score",
+            "score_error",
+            "score_low",
+            "score_high",
+            "mutual_information",
+            "entropy",
+        )
+        for name in single:
+            if name in arrays:
+                columns[name] = arrays[name]
+        for name in ("mean", "std", "std_error", "std_low", "std_high", "moderated"):
+            if name in arrays:
+                for k in range(self.mean.shape[1]):
+                    columns[f"{name}_{k}"] = arrays[name][:, k]
         return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
