@@ -239,6 +239,7 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
         ({"samples": 0}, "samples: expected a whole number from 1"),
         ({"samples": 2.5}, "samples: expected a whole number from 1"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
+        ({"moderation": "probit", "classes": [0]}, "needs all classes"),
     ],
 )
 def test_refusals(dense_case, options, message):

@@ -27,7 +27,7 @@ def out(fit, dense_case) -> Prediction:
     return fit.predict(dense_case.unseen, covariance=True)
 
 
-FIELDS = [field.name for field in dataclasses.fields(Prediction)]
+FIELDS = [field.name for field in dataclasses.fields(Prediction) if field.name != "classes"]
 
 
 def test_shapes_and_types(out):
@@ -36,6 +36,7 @@ def test_shapes_and_types(out):
         assert getattr(out, name).shape == (7, 3)
         assert getattr(out, name).dtype == torch.float64
     assert out.moderated.shape == (7, 3)
+    assert out.classes is None
     for name in ("score", "score_error", "score_low", "score_high", "label"):
         assert getattr(out, name).shape == (7,)
     for name in ("mutual_information", "entropy"):
@@ -108,6 +109,7 @@ def test_to_pandas(out):
     assert np.array_equal(table["mutual_information"], out.mutual_information.numpy())
     assert np.array_equal(table["moderated_1"], out.moderated[:, 1].numpy())
     assert list(table.columns[:3]) == ["label", "score", "score_error"]
+    assert "class_0" not in table
 
 
 def test_text_and_html(out):

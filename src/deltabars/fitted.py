@@ -113,6 +113,7 @@ class DeltaFit:
         covariance: bool = False,
         bound: str = "rigorous",
         estimator: str | Sequence[str] | None = None,
+        classes: str | Sequence[int] | None = None,
         moderation: str | None = "auto",
         samples: int = SAMPLES,
         seed: int = 0,
@@ -130,6 +131,9 @@ class DeltaFit:
             bound: `"rigorous"`, or `"paper"` for the published formulas.
             estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
                 `"opg"`. A list of names gives a dict of predictions, at the cost of one.
+            classes: all of them by default; `"top5"` (or any number) for each input's most probable
+                ones, or a list of class numbers: only their rows are computed, and only they count
+                in the score.
             moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
                 `samples` points of the logits' scatter (`"sampling"`), by a formula without the
                 mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
@@ -141,7 +145,7 @@ class DeltaFit:
 
         Cost: C backward passes an input, and for each matrix P·K operations an input for dense
         layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
-        layer and for each activation.
+        layer and for each activation. C is the number of `classes` asked for.
         """
         return predict(
             self,
@@ -152,6 +156,7 @@ class DeltaFit:
             covariance=covariance,
             bound=bound,
             estimator=estimator,
+            classes=classes,
             moderation=moderation,
             samples=samples,
             seed=seed,

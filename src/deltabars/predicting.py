@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from deltabars.classes import choose_classes
 from deltabars.covariance import ESTIMATORS
 from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.sensitivity import check_space
@@ -28,6 +29,7 @@ def predict(
     covariance: bool,
     bound: str,
     estimator: str | Sequence[str] | None,
+    classes: str | Sequence[int] | None,
     moderation: str | None,
     samples: int,
     seed: int,
@@ -50,8 +52,9 @@ def predict(
             "estimate only."
         )
     check_batch_size(batch_size)
+    chosen = choose_classes(classes, fit.num_outputs, fit.likelihood)
     average = choose_moderation(
-        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=False
+        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
     )
     with full_precision(fit.network.device):
         covariances = {name: fit.covariance_of(name, used, full_rank) for name in names}
@@ -65,6 +68,7 @@ def predict(
         space,
         bound,
         with_covariance=covariance,
+        classes=chosen,
         moderation=average,
         memory_budget=fit.memory_budget,
     )

@@ -34,13 +34,15 @@ class Prediction:
     `[std_low, std_high]` (see the documentation of the bound), and the score likewise.
 
     Attributes:
-        mean: class probabilities (or logits, in logit space), (B, C).
+        mean: class probabilities (or logits, in logit space), (B, C); of k classes alone where
+            only these were asked for, and the same for all that follows.
         std, variance: their standard deviations and variances, (B, C).
         std_error, std_low, std_high: how far the exact standard deviation can be, (B, C).
         score: √(Σ over classes of the variance), one number an input, (B,).
         score_error, score_low, score_high: how far the exact score can be, (B,).
         covariance: of the classes, (B, C, C), or None.
-        label: the predicted class, (B,) (Bernoulli: (B, C); Gaussian: None).
+        label: the predicted class among all, (B,) (Bernoulli: (B, C); Gaussian: None).
+        classes: the numbers of the k classes that were asked for, (B, k); None for all of them.
         moderated: class probabilities averaged over the scatter of the weights, (B, C), or None.
         entropy: of the moderated probabilities, in nats, (B,), or None.
         mutual_information: between label and weights, in nats, (B,), or None. The rest of the
@@ -59,6 +61,7 @@ class Prediction:
     score_high: Tensor
     covariance: Tensor | None
     label: Tensor | None
+    classes: Tensor | None = None
     moderated: Tensor | None = None
     entropy: Tensor | None = None
     mutual_information: Tensor | None = None
@@ -72,6 +75,7 @@ class Prediction:
         *,
         bound: str = "rigorous",
         with_covariance: bool = False,
+        classes: Tensor | None = None,
         moderated: Moderated | None = None,
     ) -> Prediction:
         """Error bars of one batch; everything is float64 until the end."""
@@ -95,6 +99,7 @@ class Prediction:
             score_high=score.high.to(kind),
             covariance=None if whole is None else whole.to(kind),
             label=label,
+            classes=classes,
             moderated=average,
             entropy=entropy,
             mutual_information=None if information is None else information.to(kind),
@@ -133,7 +138,11 @@ class Prediction:
         return Arrays({name: value.cpu().numpy() for name, value in self._present().items()})
 
     def to_pandas(self) -> Any:
-        """One row an input: label, score, information and entropy, then all classes' columns."""
+        """One row an input: label, score, information and entropy, then all classes' columns.
+
+        The columns of a class end in its number; where only some classes were asked for, in its
+        place among them, and `class_0`, … have the numbers.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -155,10 +164,13 @@ class Prediction:
         for name in single:
             if name in arrays:
                 columns[name] = arrays[name]
-        for name in ("mean", "std", "std_error", "std_low", "std_high", "moderated"):
+        several = {"class": "classes"} | {
+            name: name for name in ("mean", "std", "std_error", "std_low", "std_high", "moderated")
+        }
+        for title, name in several.items():
             if name in arrays:
                 for k in range(self.mean.shape[1]):
-                    columns[f"{name}_{k}"] = arrays[name][:, k]
+                    columns[f"{title}_{k}"] = arrays[name][:, k]
         return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
@@ -192,7 +204,7 @@ class Prediction:
             rows.append(
                 [
                     f"{i}",
-                    f"{k}",
+                    f"{k if shown.classes is None else int(shown.classes[i, k])}",
                     f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
                     f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
                 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch, check_not_batches, iterate, unlabelled
+from deltabars.classes import Classes
 from deltabars.covariance import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
@@ -38,6 +39,7 @@ class Scorer:
         bases: eigenvectors (K, P) by matrix.
         covariances: by the name under which their predictions are returned.
         space, bound, with_covariance: as for `DeltaFit.predict`.
+        classes: which outputs are wanted; all if None.
         moderation: how predictions are averaged over the parameters; not at all if None.
         memory_budget: bytes to stay within; half of the free memory if None.
     """
@@ -50,6 +52,7 @@ class Scorer:
     space: str
     bound: str
     with_covariance: bool
+    classes: Classes | None
     moderation: Moderation | None
     memory_budget: int | None
 
@@ -91,6 +94,7 @@ class Scorer:
                 chunk.inputs,
                 self.bases,
                 self.space,
+                classes=self.classes,
                 with_gram=self._with_gram,
             )
         if not bool(outputs.isfinite().all()):
@@ -114,6 +118,7 @@ class Scorer:
             self.likelihood.label(self.likelihood.mean(outputs)),
             bound=self.bound,
             with_covariance=self.with_covariance,
+            classes=None if self.classes is None else self.classes(outputs),
             moderated=moderated,
         )
 
@@ -122,7 +127,7 @@ class Scorer:
         few = batch.rows(slice(0, _PROBE))
         columns = sum(basis.shape[0] for basis in self.bases.values())
         with self._network.evaluation(), model_errors():
-            rows = partial(cotangents, self.likelihood, self.space, None)
+            rows = partial(cotangents, self.likelihood, self.space, self.classes)
             pulled = self.pullback.pull(few.inputs, rows)
             activations = self._network.activation_bytes(few.inputs) // len(few)
         layers = [factors.numbers_per_input(columns) for factors in pulled.layers]
