@@ -27,8 +27,8 @@ def out(fit, dense_case) -> Prediction:
     return fit.predict(dense_case.unseen, covariance=True)
 
 
-REGRESSION = ("noise", "total_std")  # None for classes; see test_regression.py
-FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in REGRESSION]
+ABSENT = ("noise", "total_std", "classes")  # None for all classes; see test_regression.py
+FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in ABSENT]
 
 
 def test_shapes_and_types(out):
@@ -36,8 +36,13 @@ def test_shapes_and_types(out):
     for name in ("mean", "std", "variance", "std_error", "std_low", "std_high"):
         assert getattr(out, name).shape == (7, 3)
         assert getattr(out, name).dtype == torch.float64
+    assert out.moderated.shape == (7, 3)
+    assert out.classes is None
     for name in ("score", "score_error", "score_low", "score_high", "label"):
         assert getattr(out, name).shape == (7,)
+    for name in ("mutual_information", "entropy"):
+        assert getattr(out, name).shape == (7,)
+        assert getattr(out, name).dtype == torch.float64
     assert len(out) == 7
 
 
@@ -102,7 +107,10 @@ def test_to_pandas(out):
     assert len(table) == 7
     assert np.array_equal(table["score"], out.score.numpy())
     assert np.array_equal(table["std_2"], out.std[:, 2].numpy())
+    assert np.array_equal(table["mutual_information"], out.mutual_information.numpy())
+    assert np.array_equal(table["moderated_1"], out.moderated[:, 1].numpy())
     assert list(table.columns[:3]) == ["label", "score", "score_error"]
+    assert "class_0" not in table
 
 
 def test_text_and_html(out):

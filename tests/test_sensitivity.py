@@ -54,10 +54,13 @@ def test_either_order_gives_the_same(classes, shared, space):
     assert sum(factors.is_cheaper_shared() for factors in pulled.layers) == shared
     assert len(pulled.layers) == 4
     torch.testing.assert_close(outputs, model(inputs).detach(), **PRECISION)
-    torch.testing.assert_close(found.squares, exact.square().sum(-1), **PRECISION)
-    torch.testing.assert_close(found.gram, exact @ exact.mT, **PRECISION)
+    slope = found.slope.unsqueeze(-1)  # from the rows of log p to those of p
+    squares, gram = found.slope.square() * found.squares, slope * found.gram * slope.mT
+    torch.testing.assert_close(squares, exact.square().sum(-1), **PRECISION)
+    torch.testing.assert_close(gram, exact @ exact.mT, **PRECISION)
     for name, basis in bases.items():
-        torch.testing.assert_close(found.projections[name], exact @ basis.T, **PRECISION)
+        projected = slope * found.projections[name]
+        torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
 
 
 def test_float32_sums_are_kept_in_float64():

@@ -13,10 +13,11 @@ from deltabars.covariance import Tail
 from deltabars.covariance.spread import Spread
 from deltabars.curvature import GGNOperator, OPGOperator
 from deltabars.curvature.base import RowOperator
-from deltabars.curvature.sensitivity import check_space, identity
+from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.enclosing import Enclosure, enclose_inverse_forms, least_tolerance
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.likelihoods import unit_rows
 from deltabars.memory import BASIS, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.precision import full_precision
@@ -150,7 +151,7 @@ class _Solver:
         def cotangents(at: Tensor) -> Tensor:
             nonlocal outputs
             outputs = at
-            return likelihood.mean_jacobian(at) if in_mean else identity(at)
+            return likelihood.mean_jacobian(at) if in_mean else unit_rows(at)
 
         with fit.network.evaluation(), model_errors():
             rows = fit.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
@@ -164,7 +165,7 @@ class _Solver:
         mean = likelihood.mean(outputs)
         value = mean if in_mean else outputs
         noise = likelihood.target_noise
-        prediction = Prediction.of(value, _spread(low, high), likelihood.label(mean), noise)
+        prediction = Prediction.compute(value, _spread(low, high), likelihood.label(mean), noise)
         return prediction, int((~found.is_close).sum())
 
     def _enclose(self, rows: Tensor) -> Enclosure:
@@ -199,13 +200,11 @@ class _Solver:
 
 def _spread(low: Tensor, high: Tensor) -> Spread:
     """A standard deviation in the middle of its interval, from that of each variance, (B, C)."""
-    lower, upper = low.sqrt(), high.sqrt()
     return Spread(
-        variance=((lower + upper) / 2).square(),
-        low=lower,
-        high=upper,
-        score_low=low.sum(-1).sqrt(),
-        score_high=high.sum(-1).sqrt(),
+        variance=((low.sqrt() + high.sqrt()) / 2).square(),
+        lowest=low,
+        highest=high,
+        reach=torch.zeros_like(low),
         paper_delta=torch.zeros_like(low),
         covariance=None,
     )

@@ -24,6 +24,7 @@ from deltabars.effective import effective_parameters, effective_parameters_inter
 from deltabars.eigen import EigenPairs
 from deltabars.inputs import Signature
 from deltabars.likelihoods import Likelihood
+from deltabars.moderation import SAMPLES
 from deltabars.network import Network
 from deltabars.noise import at_noise, with_noise
 from deltabars.predicting import predict
@@ -93,8 +94,7 @@ class DeltaFit:
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ over the K pairs.
 
-        A sandwich fit answers for its Hessian. See `effective_parameters_interval` for the rest
-        of the spectrum.
+        A sandwich fit answers for its Hessian.
         """
         return effective_parameters(self)
 
@@ -121,6 +121,10 @@ class DeltaFit:
         covariance: bool = False,
         bound: str = "rigorous",
         estimator: str | Sequence[str] | None = None,
+        classes: str | Sequence[int] | None = None,
+        moderation: str | None = "auto",
+        samples: int = SAMPLES,
+        seed: int = 0,
         batch_size: int | None = None,
     ) -> Any:
         """Predictions with error bars.
@@ -135,6 +139,13 @@ class DeltaFit:
             bound: `"rigorous"`, or `"paper"` for the published formulas.
             estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
                 `"opg"`. A list of names gives a dict of predictions, at the cost of one.
+            classes: all of them by default; `"top5"` (or any number) for each input's most probable
+                ones, or a list of class numbers: only their rows are computed, and only they count
+                in the score.
+            moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
+                `samples` points of the logits' scatter (`"sampling"`), by a formula without the
+                mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
+            samples, seed: of the sampling; the same ones for all inputs.
             batch_size: inputs worked on at a time; chosen by the memory budget by default.
 
         Returns:
@@ -142,7 +153,7 @@ class DeltaFit:
 
         Cost: C backward passes an input, and for each matrix P·K operations an input for dense
         layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
-        layer and for each activation.
+        layer and for each activation. C is the number of `classes` asked for.
         """
         return predict(
             self,
@@ -153,6 +164,10 @@ class DeltaFit:
             covariance=covariance,
             bound=bound,
             estimator=estimator,
+            classes=classes,
+            moderation=moderation,
+            samples=samples,
+            seed=seed,
             batch_size=batch_size,
         )
 
@@ -196,8 +211,7 @@ class DeltaFit:
     def with_l2(self, l2: L2) -> DeltaFit:
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
 
-        The eigenvectors do not depend on λ, but the weights ω̂ do: they stay as they are, and so do
-        the diagnostics, which are those of the fit (`diagnostics["fitted_l2"]`).
+        The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
         """
         decay = Decay.read(l2, self.network.parameters, self.decay.scales or None)
         shift = decay.level - self.level

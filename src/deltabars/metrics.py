@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
@@ -27,3 +28,19 @@ def regression(x: Tensor, y: Tensor) -> Regression:
     slope = float((dx @ dy) / (dx @ dx))
     r2 = float((dx @ dy) ** 2 / ((dx @ dx) * (dy @ dy)))
     return Regression(r2, float(y.mean()) - slope * float(x.mean()), slope)
+
+
+def auroc(positives: Tensor, negatives: Tensor) -> float:
+    """How well a number tells positives from negatives: the area under its ROC curve.
+
+    It is the chance that a positive's number is above a negative's, ties counting half: 1 where all
+    positives are above all negatives, ½ where the number says nothing.
+    """
+    positives, negatives = positives.double().flatten(), negatives.double().flatten()
+    for name, numbers in (("positives", positives), ("negatives", negatives)):
+        if not len(numbers) or bool(numbers.isnan().any()):
+            raise BadValueError(f"auroc: expected {name} that are numbers, got none or NaN.")
+    ordered = negatives.sort().values
+    below = torch.searchsorted(ordered, positives)
+    below_or_same = torch.searchsorted(ordered, positives, right=True)
+    return float((below + below_or_same).double().mean()) / (2 * len(negatives))

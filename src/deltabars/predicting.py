@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from deltabars.classes import choose_classes
 from deltabars.covariance import ESTIMATORS
 from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
+from deltabars.moderation import choose_moderation
 from deltabars.precision import full_precision
 from deltabars.scoring import Scorer
 
@@ -27,6 +29,10 @@ def predict(
     covariance: bool,
     bound: str,
     estimator: str | Sequence[str] | None,
+    classes: str | Sequence[int] | None,
+    moderation: str | None,
+    samples: int,
+    seed: int,
     batch_size: int | None,
 ) -> Any:
     """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
@@ -46,6 +52,10 @@ def predict(
             "estimate only."
         )
     check_batch_size(batch_size)
+    chosen = choose_classes(classes, fit.num_outputs, fit.likelihood)
+    average = choose_moderation(
+        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
+    )
     with full_precision(fit.network.device):
         covariances = {name: fit.covariance_of(name, used, full_rank) for name in names}
     matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
@@ -58,6 +68,8 @@ def predict(
         space,
         bound,
         with_covariance=covariance,
+        classes=chosen,
+        moderation=average,
         memory_budget=fit.memory_budget,
     )
     results = scorer.predict(inputs, batch_size, fit.progress)

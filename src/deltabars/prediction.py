@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance import Covariance
 from deltabars.covariance.spread import Spread
-from deltabars.curvature import Sensitivity
 from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.moderation import Moderated
+
+# The columns of a table: those of an input, and those of its outputs by their titles.
+_ONE_AN_INPUT = (
+    "score", "score_error", "score_low", "score_high", "mutual_information", "entropy",
+)  # fmt: skip
+_SEVERAL_AN_INPUT = {"class": "classes"} | {
+    name: name
+    for name in ("mean", "std", "std_error", "std_low", "std_high", "total_std", "moderated")
+}
 
 
 class Arrays(dict[str, Any]):
@@ -35,15 +43,21 @@ class Prediction:
     `[std_low, std_high]` (see the documentation of the bound), and the score likewise.
 
     Attributes:
-        mean: class probabilities (or logits, in logit space), (B, C).
+        mean: class probabilities (or logits, in logit space), (B, C); of k classes alone where
+            only these were asked for, and the same for all that follows.
         std, variance: their standard deviations and variances, (B, C).
         std_error, std_low, std_high: how far the exact standard deviation can be, (B, C).
         score: √(Σ over classes of the variance), one number an input, (B,).
         score_error, score_low, score_high: how far the exact score can be, (B,).
         covariance: of the classes, (B, C, C), or None.
-        label: the predicted class, (B,) (Bernoulli: (B, C); Gaussian: None).
+        label: the predicted class among all, (B,) (Bernoulli: (B, C); Gaussian: None).
         noise: σ of the targets around the mean, (B, C); None unless Gaussian.
         total_std: √(std² + σ²), that of a target to come, (B, C); None unless Gaussian.
+        classes: the numbers of the k classes that were asked for, (B, k); None for all of them.
+        moderated: class probabilities averaged over the scatter of the weights, (B, C), or None.
+        entropy: of the moderated probabilities, in nats, (B,), or None.
+        mutual_information: between label and weights, in nats, (B,), or None. The rest of the
+            entropy is ambiguity that no further data would remove.
     """
 
     mean: Tensor
@@ -60,38 +74,35 @@ class Prediction:
     label: Tensor | None
     noise: Tensor | None = None
     total_std: Tensor | None = None
+    classes: Tensor | None = None
+    moderated: Tensor | None = None
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
 
     @classmethod
     def compute(
         cls,
-        sensitivity: Sensitivity,
-        covariance: Covariance,
-        label: Tensor | None,
-        noise: float | None = None,
-        *,
-        bound: str = "rigorous",
-    ) -> Prediction:
-        """Error bars of one batch; everything is float64 until the end."""
-        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
-        return cls.of(sensitivity.value, spread, label, noise, bound=bound)
-
-    @classmethod
-    def of(
-        cls,
-        value: Tensor,
+        mean: Tensor,
         spread: Spread,
         label: Tensor | None,
         noise: float | None = None,
         *,
         bound: str = "rigorous",
+        with_covariance: bool = False,
+        classes: Tensor | None = None,
+        moderated: Moderated | None = None,
     ) -> Prediction:
-        """A batch from what is predicted (B, C) and how it spreads."""
+        """Error bars of one batch; everything is float64 until the end."""
         std, score = spread.std(bound), spread.score(bound)
-        kind = value.dtype
-        whole = spread.covariance
+        kind = mean.dtype
+        whole = spread.covariance if with_covariance else None
         total = None if noise is None else (spread.variance + noise**2).sqrt()
+        average, entropy, information = None, None, None
+        if moderated is not None:
+            average, entropy = moderated.mean.to(kind), moderated.entropy.to(kind)
+            information = moderated.mutual_information
         return cls(
-            mean=value,
+            mean=mean,
             std=std.value.to(kind),
             variance=spread.variance.to(kind),
             std_error=std.error.to(kind),
@@ -103,8 +114,12 @@ class Prediction:
             score_high=score.high.to(kind),
             covariance=None if whole is None else whole.to(kind),
             label=label,
-            noise=None if noise is None else torch.full_like(value, noise),
+            noise=None if noise is None else torch.full_like(mean, noise),
             total_std=None if total is None else total.to(kind),
+            classes=classes,
+            moderated=average,
+            entropy=entropy,
+            mutual_information=None if information is None else information.to(kind),
         )
 
     @classmethod
@@ -159,7 +174,11 @@ class Prediction:
         return Arrays({name: value.cpu().numpy() for name, value in self._present().items()})
 
     def to_pandas(self) -> Any:
-        """One row an input: label, its mean and std, the score, and all classes' columns."""
+        """One row an input: label, score, information and entropy, then all classes' columns.
+
+        The columns of a class end in its number; where only some classes were asked for, in its
+        place among them, and `class_0`, … have the numbers.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -170,12 +189,13 @@ class Prediction:
         columns: dict[str, Any] = {}
         if self.label is not None and self.label.ndim == 1:
             columns["label"] = arrays["label"]
-        for name in ("score", "score_error", "score_low", "score_high"):
-            columns[name] = arrays[name]
-        total = () if self.total_std is None else ("total_std",)
-        for name in ("mean", "std", "std_error", "std_low", "std_high", *total):
-            for k in range(self.mean.shape[1]):
-                columns[f"{name}_{k}"] = arrays[name][:, k]
+        for name in _ONE_AN_INPUT:
+            if name in arrays:
+                columns[name] = arrays[name]
+        for title, name in _SEVERAL_AN_INPUT.items():
+            if name in arrays:
+                for k in range(self.mean.shape[1]):
+                    columns[f"{title}_{k}"] = arrays[name][:, k]
         return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
@@ -209,7 +229,7 @@ class Prediction:
             rows.append(
                 [
                     f"{i}",
-                    f"{k}",
+                    f"{k if shown.classes is None else int(shown.classes[i, k])}",
                     f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
                     f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
                 ]

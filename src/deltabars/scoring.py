@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.batches import Batch, check_not_batches, iterate, unlabelled
+from deltabars.classes import Classes
 from deltabars.covariance import Covariance
 from deltabars.curvature.pullback import Pullback
-from deltabars.curvature.sensitivity import sensitivities
+from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
 from deltabars.errors import DataError
 from deltabars.inputs import Inputs, Signature, leaves
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import ChunkSize, chunk_within, resolve_budget
+from deltabars.moderation import Moderation
 from deltabars.network import Network, model_errors
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
@@ -24,7 +27,7 @@ from deltabars.progress import Progress
 _READ_SIZE = 8192  # inputs, where they do not come in batches
 _LARGEST_CHUNK = 1024
 _PROBE = 8  # inputs that memory is measured on
-_COPIES = 4  # of the projections, that their squares and sums take about
+_COPIES = 4  # of the projections (or L Lᵀ), that their squares and sums take about
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Scorer:
         bases: eigenvectors (K, P) by matrix.
         covariances: by the name under which their predictions are returned.
         space, bound, with_covariance: as for `DeltaFit.predict`.
+        classes: which outputs are wanted; all if None.
+        moderation: how predictions are averaged over the parameters; not at all if None.
         memory_budget: bytes to stay within; half of the free memory if None.
     """
 
@@ -47,6 +52,8 @@ class Scorer:
     space: str
     bound: str
     with_covariance: bool
+    classes: Classes | None
+    moderation: Moderation | None
     memory_budget: int | None
 
     def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> dict[str, Prediction]:
@@ -87,32 +94,58 @@ class Scorer:
                 chunk.inputs,
                 self.bases,
                 self.space,
-                with_gram=self.with_covariance,
+                classes=self.classes,
+                with_gram=self._with_gram,
             )
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        label = self.likelihood.label(self.likelihood.mean(outputs))
         return {
-            name: Prediction.compute(
-                sensitivity, covariance, label, self.likelihood.target_noise, bound=self.bound
-            )
+            name: self._prediction(outputs, sensitivity, covariance)
             for name, covariance in self.covariances.items()
         }
+
+    def _prediction(
+        self, outputs: Tensor, sensitivity: Sensitivity, covariance: Covariance
+    ) -> Prediction:
+        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
+        moderated = None
+        if self.moderation is not None:
+            assert spread.covariance is not None
+            moderated = self.moderation(outputs, spread.covariance)
+        return Prediction.compute(
+            sensitivity.value,
+            spread.scaled(sensitivity.slope),
+            self.likelihood.label(self.likelihood.mean(outputs)),
+            self.likelihood.target_noise,
+            bound=self.bound,
+            with_covariance=self.with_covariance,
+            classes=None if self.classes is None else self.classes(outputs),
+            moderated=moderated,
+        )
 
     def _choose_chunk_size(self, batch: Batch) -> int:
         """Inputs at a time: activations, the largest layer's part of F, and F·Q must fit."""
         few = batch.rows(slice(0, _PROBE))
         columns = sum(basis.shape[0] for basis in self.bases.values())
         with self._network.evaluation(), model_errors():
-            pulled = self.pullback.pull(few.inputs, self.likelihood.mean_jacobian)
+            rows = partial(cotangents, self.likelihood, self.space, self.classes)
+            pulled = self.pullback.pull(few.inputs, rows)
             activations = self._network.activation_bytes(few.inputs) // len(few)
         layers = [factors.numbers_per_input(columns) for factors in pulled.layers]
         loose = sum(rows.shape[1] * rows.shape[2] for rows in pulled.loose.values())
         numbers = (2 * max(layers, default=0) + loose) * self._network.dtype.itemsize
+        columns += pulled.count if self._with_gram else 0
         projected = _COPIES * columns * torch.float64.itemsize
-        per_input = pulled.count * (2 * activations + projected) + numbers
+        # Cotangents are rows of as many numbers as there are outputs.
+        rows_of_outputs = 2 * pulled.outputs.shape[1] * self._network.dtype.itemsize
+        each = 2 * activations + rows_of_outputs + projected
+        per_input = pulled.count * each + numbers
         budget = resolve_budget(self.memory_budget, self._network.device)
         return chunk_within(budget, per_input, _LARGEST_CHUNK, self._network.device)
+
+    @property
+    def _with_gram(self) -> bool:
+        return self.with_covariance or self.moderation is not None
 
     @property
     def _network(self) -> Network:

@@ -186,7 +186,8 @@ def _made_up_pairs(rank: int, size: int, device: torch.device) -> EigenPairs:
 
 
 def _logit_std(fit: deltabars.DeltaFit, images: Tensor, rank: int) -> Tensor:
-    std: Tensor = fit.predict(images, rank=rank, space="logit").std
+    # What laplace-torch computes and no more: averages over the parameters are left out.
+    std: Tensor = fit.predict(images, rank=rank, space="logit", moderation=None).std
     return std
 
 

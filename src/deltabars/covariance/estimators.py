@@ -136,10 +136,9 @@ class InverseCovariance(Covariance):
             covariance = ((inside / self.values) @ inside.mT + c * rest) / self.num_examples
         return Spread(
             variance=(head + c * outside) / self.num_examples,
-            low=(low / self.num_examples).sqrt(),
-            high=(high / self.num_examples).sqrt(),
-            score_low=(low.sum(-1) / self.num_examples).sqrt(),
-            score_high=(high.sum(-1) / self.num_examples).sqrt(),
+            lowest=low / self.num_examples,
+            highest=high / self.num_examples,
+            reach=torch.zeros_like(low),
             paper_delta=self.tail.inverse_error * outside / self.num_examples,
             covariance=covariance,
         )
@@ -215,21 +214,12 @@ class SandwichCovariance(Covariance):
         lowest = self._g_square(parts, full_c, self.opg_tail.floor)
         highest = self._g_square(parts, full_c, self.opg_tail.ceiling)
         highest = highest + self.opg_tail.slack * parts.u_square(full_c)
-        reach = self.largest_outside**0.5 * self.hessian_tail.inverse_reach
-        root_n = self.num_examples**0.5
-
-        def around(lower: Tensor, upper: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-            slack = reach * outside.sqrt()
-            return (lower.sqrt() - slack).clamp(min=0) / root_n, (upper.sqrt() + slack) / root_n
-
-        low, high = around(lowest, highest, outside)
-        score_low, score_high = around(lowest.sum(-1), highest.sum(-1), outside.sum(-1))
+        reach = self.largest_outside * self.hessian_tail.inverse_reach**2 * outside
         return Spread(
             variance=self._g_square(parts, c_h, c_g) / self.num_examples,
-            low=low,
-            high=high,
-            score_low=score_low,
-            score_high=score_high,
+            lowest=lowest / self.num_examples,
+            highest=highest / self.num_examples,
+            reach=reach / self.num_examples,
             paper_delta=self._paper_delta(parts) / self.num_examples,
             covariance=covariance,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,19 +44,20 @@ class Interval:
 class Spread:
     """What a covariance says of a batch of predictions, all in float64.
 
+    The exact standard deviation lies between √lowest − √reach and √highest + √reach, and, reach
+    being a squared norm, so does the exact score with the sums of the three over the classes.
+
     Attributes:
         variance: diag(F Σ Fᵀ), (B, C).
-        low, high: an interval for the exact standard deviation, (B, C).
-        score_low, score_high: an interval for √(Σ exact variances), (B,).
+        lowest, highest, reach: the interval, (B, C).
         paper_delta: the paper's bound on the error of the variance, (B, C).
         covariance: F Σ Fᵀ, (B, C, C), where it was asked for.
     """
 
     variance: Tensor
-    low: Tensor
-    high: Tensor
-    score_low: Tensor
-    score_high: Tensor
+    lowest: Tensor
+    highest: Tensor
+    reach: Tensor
     paper_delta: Tensor
     covariance: Tensor | None
 
@@ -65,15 +66,36 @@ class Spread:
             whole = (self.covariance + self.covariance.mT) / 2
             object.__setattr__(self, "covariance", whole)
 
+    def scaled(self, factors: Tensor) -> Spread:
+        """What it says of diag(factors)·F, for factors (B, C): all of it is quadratic in F."""
+        squares, whole = factors.square(), self.covariance
+        if whole is not None:
+            whole = factors.unsqueeze(-1) * whole * factors.unsqueeze(-2)
+        return replace(
+            self,
+            variance=squares * self.variance,
+            lowest=squares * self.lowest,
+            highest=squares * self.highest,
+            reach=squares * self.reach,
+            paper_delta=squares * self.paper_delta,
+            covariance=whole,
+        )
+
     def std(self, bound: str) -> Interval:
         """The standard deviation of each class, with the named bound."""
         if bound == "paper":
             return Interval.published(self.variance, self.paper_delta)
-        return Interval.rigorous(self.variance.sqrt(), self.low, self.high)
+        return _around(self.variance, self.lowest, self.highest, self.reach)
 
     def score(self, bound: str) -> Interval:
         """√(Σ variances), one number an input, with the named bound."""
         total = self.variance.sum(-1)
         if bound == "paper":
             return Interval.published(total, self.paper_delta.sum(-1))
-        return Interval.rigorous(total.sqrt(), self.score_low, self.score_high)
+        ends = (part.sum(-1) for part in (self.lowest, self.highest, self.reach))
+        return _around(total, *ends)
+
+
+def _around(variance: Tensor, lowest: Tensor, highest: Tensor, reach: Tensor) -> Interval:
+    low = (lowest.sqrt() - reach.sqrt()).clamp(min=0)
+    return Interval.rigorous(variance.sqrt(), low, highest.sqrt() + reach.sqrt())

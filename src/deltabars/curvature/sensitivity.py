@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError
 from deltabars.inputs import Inputs
-from deltabars.likelihoods import Likelihood
+from deltabars.likelihoods import Likelihood, unit_rows
 from deltabars.summation import add_inner
 
 SPACES = ("probability", "logit")
@@ -25,14 +26,19 @@ _COLUMNS = 512  # that a product is worth its sums from
 class Sensitivity:
     """What a batch's error bars need of F (B, C, P): everything else follows from these.
 
+    F = diag(slope)·L, where no row of L is small only because its class is improbable: the rows of
+    L are ∂(log p)/∂ω for probabilities. What is quadratic in F follows from L by the slope.
+
     Attributes:
         value: the prediction itself, in the space that F belongs to, (B, C).
-        squares: ‖f‖² of each row f of F, (B, C), float64.
-        gram: F Fᵀ for each input, (B, C, C), float64, where it was asked for.
-        projections: for each basis Q (K, P) its F Qᵀ, (B, C, K), float64.
+        slope: what the rows of L are multiplied by, (B, C), float64.
+        squares: ‖l‖² of each row l of L, (B, C), float64.
+        gram: L Lᵀ for each input, (B, C, C), float64, where it was asked for.
+        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K), float64.
     """
 
     value: Tensor
+    slope: Tensor
     squares: Tensor
     gram: Tensor | None
     projections: Mapping[str, Tensor]
@@ -45,6 +51,7 @@ def sensitivities(
     bases: Mapping[str, Tensor],
     space: str = "probability",
     *,
+    classes: Callable[[Tensor], Tensor] | None = None,
     with_gram: bool = False,
 ) -> tuple[Tensor, Sensitivity]:
     """The outputs z (B, C), and F of the mean (or of z itself) reduced to its projections.
@@ -56,25 +63,41 @@ def sensitivities(
     Args:
         bases: named orthonormal bases, rows (K, P).
         space: `"probability"` for F = (∂m/∂z)·∂z/∂ω, `"logit"` for F = ∂z/∂ω.
-        with_gram: whether to compute F Fᵀ whole, and not its diagonal alone.
+        classes: which k classes (B, k) to compute the rows of, given the outputs; all if None.
+        with_gram: whether to compute L Lᵀ whole, and not its diagonal alone.
 
-    Cost: C backward passes an input, then at most C·P·K operations a basis; memory B·C numbers for
-    each parameter of the largest layer and for each activation.
+    Cost: C (or k) backward passes an input, then at most C·P·K operations a basis; memory B·C
+    numbers for each parameter of the largest layer and for each activation.
     """
     check_space(space)
-    mean = space == "probability"
-    pulled = pullback.pull(inputs, likelihood.mean_jacobian if mean else identity)
+    pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
     places = pullback.network.parameters.places
-    sums = _Sums(outputs, bases, with_gram)
+    sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
     for factors in pulled.layers:
         assert factors.weight is not None
         sums.add_layer(factors, {name: q[:, places[factors.weight]] for name, q in bases.items()})
     for name, rows in pulled.loose.items():
         sums.add_rows(rows, {matrix: q[:, places[name]] for matrix, q in bases.items()})
     sums.finish()
+    mean = space == "probability"
     value = likelihood.mean(outputs) if mean else outputs
-    return outputs, Sensitivity(value, sums.squares, sums.gram, sums.projections)
+    slope = (likelihood.slope(outputs) if mean else torch.ones_like(outputs)).double()
+    if classes is not None:
+        chosen = classes(outputs)
+        value, slope = value.gather(1, chosen), slope.gather(1, chosen)
+    return outputs, Sensitivity(value, slope, sums.squares, sums.gram, sums.projections)
+
+
+def cotangents(
+    likelihood: Likelihood,
+    space: str,
+    classes: Callable[[Tensor], Tensor] | None,
+    outputs: Tensor,
+) -> Tensor:
+    """What the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
+    rows = likelihood.natural_jacobian if space == "probability" else unit_rows
+    return rows(outputs, None if classes is None else classes(outputs))
 
 
 def check_space(space: str) -> None:
@@ -83,17 +106,12 @@ def check_space(space: str) -> None:
         raise BadValueError(f"space: expected 'probability' or 'logit', got {space!r}.")
 
 
-def identity(outputs: Tensor) -> Tensor:
-    """The cotangents (B, C, C) of the outputs themselves."""
-    return torch.diag_embed(torch.ones_like(outputs))
-
-
 class _Sums:
     """Sums over the parameters, in float64: their squares are subtracted later on."""
 
-    def __init__(self, outputs: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> None:
-        size = outputs.shape
-        self.squares = torch.zeros_like(outputs, dtype=torch.float64)
+    def __init__(self, squares: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> None:
+        size = squares.shape  # (B, R)
+        self.squares = squares
         self.gram = self.squares.new_zeros(*size, size[1]) if with_gram else None
         self.projections = {
             name: self.squares.new_zeros(*size, len(basis)) for name, basis in bases.items()
@@ -122,7 +140,7 @@ class _Sums:
     def _add(self, rows: Tensor, bases: Mapping[str, Tensor]) -> None:
         self.squares.add_(rows.square().sum(-1))  # torch sums in a tree, which keeps the digits
         if self.gram is not None:
-            self.gram.add_(rows.double() @ rows.double().mT)
+            add_inner(self.gram, rows, rows)
         for name, basis in bases.items():
             add_inner(self.projections[name].flatten(0, 1), rows.flatten(0, 1), basis)
 

@@ -1,6 +1,6 @@
 """What the outputs of a network mean: likelihoods, and the losses that belong to them."""
 
-from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.base import Likelihood, unit_rows
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
@@ -15,4 +15,5 @@ __all__ = [
     "Loss",
     "get_likelihood",
     "read_loss",
+    "unit_rows",
 ]

@@ -5,6 +5,8 @@ A likelihood knows, for a batch of outputs z (B, C):
 * the loss of each example, −log p(target | z) up to a constant, times how much the example counts;
 * the gradient of that loss by z;
 * the mean map m(z), which `Prediction.mean` reports, and its Jacobian ∂m/∂z;
+* the natural parameters η(z), of which the mean is a function as it is of z, m(η) = m(z), and the
+  slope that makes the one Jacobian of the other: ∂m/∂z = diag(slope)·∂η/∂z;
 * Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
 
 All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
@@ -28,6 +30,7 @@ class Likelihood(ABC):
     """What the network's outputs mean."""
 
     name: str
+    discrete: bool  # whether targets are labels: a prediction of labels has an entropy
 
     @abstractmethod
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
@@ -45,12 +48,28 @@ class Likelihood(ABC):
         return gradient
 
     @abstractmethod
-    def mean(self, outputs: Tensor) -> Tensor:
-        """m(z), (B, C)."""
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
+        """m(z), (B, C), for outputs along a dimension."""
 
-    @abstractmethod
     def mean_jacobian(self, outputs: Tensor) -> Tensor:
         """∂m/∂z, (B, C, C), a row for each component of the mean."""
+        return self.slope(outputs).unsqueeze(-1) * self.natural_jacobian(outputs)
+
+    def natural(self, outputs: Tensor) -> Tensor:
+        """η(z), (B, C): the outputs themselves, unless they say one thing in several ways."""
+        return outputs
+
+    def natural_jacobian(self, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+        """The rows of ∂η/∂z for the classes (B, k), or for all: (B, k, C)."""
+        return unit_rows(outputs, classes)
+
+    @abstractmethod
+    def slope(self, outputs: Tensor) -> Tensor:
+        """What each row of ∂η/∂z is multiplied by to make a row of ∂m/∂z, (B, C)."""
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        """The entropy (…,) in nats of the labels that a mean (…, C) predicts."""
+        raise NotImplementedError(f"the {self.name} likelihood has no labels")
 
     @abstractmethod
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -76,6 +95,17 @@ class Likelihood(ABC):
     def target_noise(self) -> float | None:
         """The standard deviation of real targets around the mean; None for others."""
         return None
+
+
+def unit_rows(outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+    """The rows e_c (B, k, C) of the identity for the classes (B, k), or for all."""
+    return own_class(outputs, classes).to(outputs.dtype).expand(outputs.shape[0], -1, -1)
+
+
+def own_class(outputs: Tensor, classes: Tensor | None) -> Tensor:
+    """Whether a column is a row's own class: (B, k, C) for the classes (B, k), (C, C) for all."""
+    every = torch.arange(outputs.shape[-1], device=outputs.device)
+    return (every if classes is None else classes).unsqueeze(-1) == every
 
 
 def numbers(name: str, given: Any) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ class Bernoulli(Likelihood):
     scale: float = 1.0
 
     name = "bernoulli"
+    discrete = True
 
     def __post_init__(self) -> None:
         if self.pos_weight is not None:
@@ -58,14 +59,18 @@ class Bernoulli(Likelihood):
         ).sum(-1)
         return loss if self.scale == 1 else self.scale * loss
 
-    def mean(self, outputs: Tensor) -> Tensor:
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs.sigmoid()
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(self._slope(outputs))
+    def slope(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid() * (-outputs).sigmoid()
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        # Of each answer by itself, summed: what they tell of one another is left out.
+        return (torch.special.entr(mean) + torch.special.entr(1 - mean)).sum(dim)
 
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        slope = self._slope(outputs) * self._target_weights(outputs, targets)
+        slope = self.slope(outputs) * self._target_weights(outputs, targets)
         return torch.diag_embed(slope.sqrt())
 
     def label(self, mean: Tensor) -> Tensor:
@@ -83,6 +88,3 @@ class Bernoulli(Likelihood):
             return torch.full_like(outputs, self.scale)
         more = outputs.new_tensor(self.pos_weight) - 1
         return self.scale * (1 + more * targets.to(outputs.dtype))
-
-    def _slope(self, outputs: Tensor) -> Tensor:
-        return outputs.sigmoid() * (-outputs).sigmoid()

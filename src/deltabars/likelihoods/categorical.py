@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError
-from deltabars.likelihoods.base import Likelihood, numbers
+from deltabars.likelihoods.base import Likelihood, numbers, own_class
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Categorical(Likelihood):
     ignore_index: int = -100
 
     name = "categorical"
+    discrete = True
 
     def __post_init__(self) -> None:
         if self.weight is not None:
@@ -103,15 +104,30 @@ class Categorical(Likelihood):
             reduction="none",
         )
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
+        return outputs.softmax(dim)
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return self.mean(outputs).unsqueeze(-1) * self._less_the_mean(outputs)
+    def natural(self, outputs: Tensor) -> Tensor:
+        # log p: logits that differ by a constant say the same.
+        return outputs.log_softmax(-1)
+
+    def natural_jacobian(self, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+        # The rows e_c − p. 1 − p_c is the sum of the other probabilities: where p is nearly 1, that
+        # has digits.
+        p = self.mean(outputs).unsqueeze(-2)  # (B, 1, C)
+        own = own_class(outputs, classes)
+        others = torch.where(own, 0.0, p).sum(-1, keepdim=True)  # (B, k, 1)
+        return torch.where(own, others, -p)
+
+    def slope(self, outputs: Tensor) -> Tensor:
+        return self.mean(outputs)
+
+    def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
+        return torch.special.entr(mean).sum(dim)
 
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
-        root = self.mean(outputs).sqrt().unsqueeze(-1) * self._less_the_mean(outputs)
+        root = self.mean(outputs).sqrt().unsqueeze(-1) * self.natural_jacobian(outputs)
         if self.weight is None:
             return root
         smoothed = self.label_smoothing * sum(self.weight) / len(self.weight)
@@ -129,14 +145,3 @@ class Categorical(Likelihood):
     def divided(self, mean_weight: float) -> Categorical:
         assert self.weight is not None
         return replace(self, weight=tuple(w / mean_weight for w in self.weight))
-
-    def _less_the_mean(self, outputs: Tensor) -> Tensor:
-        """The rows e_c − p, (B, C, C).
-
-        1 − p_c is the sum of the other probabilities: where p is nearly 1, that has digits.
-        """
-        p = self.mean(outputs)
-        classes = p.shape[-1]
-        eye = torch.eye(classes, device=p.device, dtype=p.dtype)
-        others = p @ (1 - eye)  # (B, C)
-        return torch.where(eye.bool(), others.unsqueeze(-1), -p.unsqueeze(-2))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError
-from deltabars.likelihoods.base import Likelihood, check_same_shape
+from deltabars.likelihoods.base import Likelihood, check_same_shape, unit_rows
 
 ESTIMATE = "estimate"
 
@@ -31,6 +31,7 @@ class Gaussian(Likelihood):
     noise: float | None = 1.0
 
     name = "gaussian"
+    discrete = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise", check_noise(self.noise))
@@ -50,14 +51,14 @@ class Gaussian(Likelihood):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (outputs - targets.to(outputs.dtype)).square().sum(-1)
 
-    def mean(self, outputs: Tensor) -> Tensor:
+    def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs
 
-    def mean_jacobian(self, outputs: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(outputs))
+    def slope(self, outputs: Tensor) -> Tensor:
+        return torch.ones_like(outputs)
 
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.diag_embed(torch.ones_like(outputs))
+        return unit_rows(outputs)
 
     def label(self, mean: Tensor) -> None:
         return None
