@@ -164,6 +164,43 @@ def test_a_search_that_ends_at_its_edge_says_so():
     assert "at the edge of the search" in repr(found)
 
 
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_validation_finds_the_least_loss(likelihood):
+    """Each point of the curve is what predictions with that λ give, one fit a λ."""
+    case = make_case("dense", l2=0.05, seed=30, likelihood=likelihood)
+    other = make_case("dense", l2=0.05, seed=31, likelihood=likelihood)
+    fit = fitted(case, "ggn", likelihood=likelihood)
+    found = fit.tune_l2(other.data, method="validation")
+    assert found.low is None
+    assert found.high is None
+    assert found.l2 == pytest.approx(float(found.levels[found.values.argmin()]))
+    assert len(found.levels) == 61
+    for place in (0, 30, 47, 60):
+        out = fitted(case, "ggn", likelihood=likelihood).with_l2(float(found.levels[place]))
+        out = out.predict(other.inputs)
+        if likelihood == "categorical":
+            loss = -out.moderated[torch.arange(29), other.targets].log()
+        elif likelihood == "bernoulli":
+            yes = other.targets.double()
+            loss = -(yes * out.moderated.log() + (1 - yes) * (1 - out.moderated).log()).sum(1)
+        else:
+            scatter = torch.distributions.Normal(out.mean, (1 + out.variance).sqrt())
+            loss = -scatter.log_prob(other.targets).sum(1)
+        assert float(found.values[place]) == pytest.approx(float(loss.mean()), rel=1e-9)
+
+
+def test_validation_from_a_loader():
+    case = make_case("dense", l2=0.05, seed=32)
+    fit = fitted(case)
+    pairs = torch.utils.data.TensorDataset(*case.data)
+    loader = torch.utils.data.DataLoader(pairs, batch_size=7)
+    one, other = (fit.tune_l2(data, method="validation") for data in (case.data, loader))
+    torch.testing.assert_close(one.values, other.values, rtol=1e-9, atol=0)
+    assert "validation loss" in repr(one)
+    with pytest.raises(deltabars.errors.DataError, match="Targets: expected"):
+        fit.tune_l2((case.inputs, case.targets + 3), method="validation")
+
+
 def test_refused():
     case = cached_case("dense", l2=0.05)
     fit = fitted(case)

@@ -25,6 +25,7 @@ from torch import Tensor
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import L2, scaled
 from deltabars.errors import BadValueError
+from deltabars.validating import validation_losses
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 METHODS = ("marginal_likelihood", "validation")
 DATA_TRACE = "data_trace"
 
-_DECADES = 6  # to either side of the fitted λ
+_DECADES = 6  # to either side of the fitted λ; on validation data a half of that
 _GRID = 241
+_TRIED = 61  # on validation data: ten a decade
 _ZOOMS = 6  # each to the neighbours of the best point
 
 
@@ -154,7 +156,7 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
                 "data: expected validation data (inputs and targets) for method='validation', got "
                 "none. method='marginal_likelihood' needs none."
             )
-        raise BadValueError("method: validation is not there yet.")
+        return _by_validation(fit, data)
     if data is not None:
         raise BadValueError(
             "data: expected none for method='marginal_likelihood', which follows from the fit, got "
@@ -165,7 +167,7 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
     def search(levels: Tensor) -> Tensor:
         return evidence.interval(levels)[0]
 
-    levels = _levels(fit)
+    levels = _levels(fit, _DECADES, _GRID)
     best, at_edge = _maximum(search, levels)
     levels = torch.cat([levels, best[None]]).sort().values
     values, low, high = evidence.interval(levels)
@@ -173,9 +175,17 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
     return Tuning(method, l2, fit.with_l2(l2), levels, values, low, high, at_edge)
 
 
-def _levels(fit: DeltaFit) -> Tensor:
-    reach = torch.linspace(-_DECADES, _DECADES, _GRID, dtype=torch.float64)
-    return fit.level * 10**reach
+def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
+    levels = _levels(fit, _DECADES / 2, _TRIED)
+    values = validation_losses(fit, data, levels)
+    place = int(values.argmin())
+    l2 = scaled(fit.l2, float(levels[place]) / fit.level)
+    at_edge = place in (0, len(levels) - 1)
+    return Tuning("validation", l2, fit.with_l2(l2), levels, values, None, None, at_edge)
+
+
+def _levels(fit: DeltaFit, decades: float, count: int) -> Tensor:
+    return fit.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
 
 
 def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:
