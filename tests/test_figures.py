@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from deltabars.report.smoothing import smooth
 from deltabars.report.spectra import Spectrum, save_spectra
 from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE
 from deltabars.report.surfaces import draw_surfaces, save_surfaces
+from deltabars.report.tuning import save_tuning
 from deltabars.report.uncertainty import Panel, draw_uncertainty, save_uncertainty
+from deltabars.tuning import Tuning
 
 P, L2 = 1000, 0.01
 
@@ -61,6 +64,15 @@ def comparison(slope=1.2):
     return Comparison("a", x, slope * x + 0.01, slope, 0.01, 0.987, "std, Hessian", "std, OPG")
 
 
+def tuning():
+    levels = torch.logspace(-4, 1, 41)
+    values = -levels.log10().square()
+    fit = SimpleNamespace(level=1.0)
+    return Tuning(
+        "marginal_likelihood", 1.0, fit, 0.01, levels, values, values - 1, values + 1, False
+    )
+
+
 RANKS, GRID = torch.tensor([1, 5, 20]), torch.linspace(0, 1, 9)
 PICTURES = {
     "spectra": lambda path: save_spectra(path, [spectrum()], L2, P),
@@ -69,6 +81,7 @@ PICTURES = {
     "foreign": lambda path: save_foreign(path, foreign(), "t"),
     "rankings": lambda path: save_rankings(path, [block()] * 4, "t"),
     "comparison": lambda path: save_comparisons(path, [comparison()] * 3, "t"),
+    "tuning": lambda path: save_tuning(path, tuning()),
     "gallery": lambda path: save_gallery(path, "t", [Row("r", random(2, 4, 4), ["a", "b"])]),
 }
 

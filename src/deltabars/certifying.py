@@ -64,7 +64,7 @@ def certify(
         raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
     if tolerance < 2 * least:
         raise BadValueError(
-            f"tolerance: expected {2 * least:.1g} or more, which is what {fit.network.dtype} can "
+            f"tolerance: expected {2 * least:.2g} or more, which is what {fit.network.dtype} can "
             f"promise, got {tolerance:g}. Fit with dtype=torch.float64 for less."
         )
     if max_products is not None and (not is_whole(max_products) or max_products < 3):

@@ -47,6 +47,7 @@ class Tuning:
         method: `"marginal_likelihood"` or `"validation"`.
         l2: the best λ (or λs by name pattern, times a common factor).
         fit: the fit with that λ.
+        fitted_level: the λ that the search started from.
         levels: the λs that were tried, as they are in the eigenvalues (see `DeltaFit.level`),
             ascending, (n,).
         values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
@@ -57,6 +58,7 @@ class Tuning:
     method: str
     l2: L2
     fit: DeltaFit
+    fitted_level: float
     levels: Tensor
     values: Tensor
     low: Tensor | None
@@ -172,7 +174,7 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
     levels = torch.cat([levels, best[None]]).sort().values
     values, low, high = evidence.interval(levels)
     l2 = scaled(fit.l2, float(best) / fit.level)
-    return Tuning(method, l2, fit.with_l2(l2), levels, values, low, high, at_edge)
+    return Tuning(method, l2, fit.with_l2(l2), fit.level, levels, values, low, high, at_edge)
 
 
 def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
@@ -181,7 +183,7 @@ def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
     place = int(values.argmin())
     l2 = scaled(fit.l2, float(levels[place]) / fit.level)
     at_edge = place in (0, len(levels) - 1)
-    return Tuning("validation", l2, fit.with_l2(l2), levels, values, None, None, at_edge)
+    return Tuning("validation", l2, fit.with_l2(l2), fit.level, levels, values, None, None, at_edge)
 
 
 def _levels(fit: DeltaFit, decades: float, count: int) -> Tensor:
