@@ -202,9 +202,8 @@ def _spread(low: Tensor, high: Tensor) -> Spread:
     """A standard deviation in the middle of its interval, from that of each variance, (B, C)."""
     return Spread(
         variance=((low.sqrt() + high.sqrt()) / 2).square(),
-        lowest=low,
-        highest=high,
-        reach=torch.zeros_like(low),
+        low=low,
+        high=high,
         paper_delta=torch.zeros_like(low),
         covariance=None,
     )

@@ -44,20 +44,16 @@ class Interval:
 class Spread:
     """What a covariance says of a batch of predictions, all in float64.
 
-    The exact standard deviation lies between √lowest − √reach and √highest + √reach, and, reach
-    being a squared norm, so does the exact score with the sums of the three over the classes.
-
     Attributes:
         variance: diag(F Σ Fᵀ), (B, C).
-        lowest, highest, reach: the interval, (B, C).
+        low, high: what the exact variance lies between, (B, C).
         paper_delta: the paper's bound on the error of the variance, (B, C).
         covariance: F Σ Fᵀ, (B, C, C), where it was asked for.
     """
 
     variance: Tensor
-    lowest: Tensor
-    highest: Tensor
-    reach: Tensor
+    low: Tensor
+    high: Tensor
     paper_delta: Tensor
     covariance: Tensor | None
 
@@ -74,9 +70,8 @@ class Spread:
         return replace(
             self,
             variance=squares * self.variance,
-            lowest=squares * self.lowest,
-            highest=squares * self.highest,
-            reach=squares * self.reach,
+            low=squares * self.low,
+            high=squares * self.high,
             paper_delta=squares * self.paper_delta,
             covariance=whole,
         )
@@ -85,17 +80,12 @@ class Spread:
         """The standard deviation of each class, with the named bound."""
         if bound == "paper":
             return Interval.published(self.variance, self.paper_delta)
-        return _around(self.variance, self.lowest, self.highest, self.reach)
+        return Interval.rigorous(self.variance.sqrt(), self.low.sqrt(), self.high.sqrt())
 
     def score(self, bound: str) -> Interval:
         """√(Σ variances), one number an input, with the named bound."""
         total = self.variance.sum(-1)
         if bound == "paper":
             return Interval.published(total, self.paper_delta.sum(-1))
-        ends = (part.sum(-1) for part in (self.lowest, self.highest, self.reach))
-        return _around(total, *ends)
-
-
-def _around(variance: Tensor, lowest: Tensor, highest: Tensor, reach: Tensor) -> Interval:
-    low = (lowest.sqrt() - reach.sqrt()).clamp(min=0)
-    return Interval.rigorous(variance.sqrt(), low, highest.sqrt() + reach.sqrt())
+        low, high = self.low.sum(-1), self.high.sum(-1)
+        return Interval.rigorous(total.sqrt(), low.sqrt(), high.sqrt())

@@ -1,0 +1,165 @@
+"""The sandwich H⁻¹GH⁻¹/N, given F's projections on the eigenvectors of both matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from deltabars.covariance.base import Covariance
+from deltabars.covariance.low_rank import LowRankPlusIdentity
+from deltabars.covariance.spread import Spread
+from deltabars.covariance.tail import Tail
+
+
+@dataclass(frozen=True, eq=False)
+class SandwichCovariance(Covariance):
+    """Σ = H⁻¹ G H⁻¹/N, with the tails of H and of G closed by their λ̃.
+
+    Attributes:
+        hessian_values, opg_values: the eigenvalues in use, (K_H,) and (K_G,), float64.
+        hessian_tail, opg_tail: the eigenvalues that are not.
+        overlap: M = Q_Hᵀ Q_G, (K_H, K_G), float64.
+        num_examples: N (N/σ² at noise σ).
+        full_rank: whether the tails count or not.
+    """
+
+    hessian_values: Tensor
+    opg_values: Tensor
+    hessian_tail: Tail
+    opg_tail: Tail
+    overlap: Tensor
+    num_examples: float
+    full_rank: bool = True
+
+    @cached_property
+    def largest_outside(self) -> float:
+        """γ = λ_K^G + λ_max(W(I − MᵀM)W), W = diag(λᴳ − λ_K^G)^½.
+
+        No direction orthogonal to Q_H has more G-curvature: with Π = I − Q_H Q_Hᵀ,
+        ΠGΠ ≤ λ_K^G·I + ΠQ_G W² Q_GᵀΠ, and the last term has the eigenvalues of
+        W Q_GᵀΠQ_G W = W(I − MᵀM)W.
+        """
+        weights = (self.opg_values - self.opg_tail.last).clamp(min=0).sqrt()
+        eye = torch.eye(weights.shape[0], dtype=weights.dtype, device=weights.device)
+        inner = weights[:, None] * (eye - self.overlap.T @ self.overlap) * weights
+        most = max(0.0, float(torch.linalg.eigvalsh(inner)[-1]))
+        return self.opg_tail.last + most + self.opg_tail.slack
+
+    def spread(
+        self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
+    ) -> Spread:
+        a = projections["hessian"][..., : self.hessian_tail.rank]  # Q_Hᵀf
+        b = projections["opg"][..., : self.opg_tail.rank]  # Q_Gᵀf
+        head = a / self.hessian_values  # Λ_H⁻¹ a: u = H̃⁻¹f = Q_H head + c_H f⊥
+        outside = self.hessian_tail.left_over(squares, a.square().sum(-1))  # ‖f⊥‖²
+        head_g = head @ self.overlap  # Q_Gᵀ Q_H head
+        outside_g = (b - a @ self.overlap) * (not self.hessian_tail.is_empty)  # Q_Gᵀ f⊥
+        parts = _Parts(head, head_g, outside, outside_g)
+
+        full_c = 1.0 / self.hessian_tail.harmonic_mean
+        c_h, c_g = (full_c, self.opg_tail.harmonic_mean) if self.full_rank else (0.0, 0.0)
+        covariance = None
+        if gram is not None:
+            rest = 0.0 if self.hessian_tail.is_empty else gram - a @ a.mT
+            in_g = head_g + c_h * outside_g
+            whole = head @ head.mT + c_h**2 * rest  # U Uᵀ
+            left = 0.0 if self.opg_tail.is_empty else whole - in_g @ in_g.mT
+            covariance = ((in_g * self.opg_values) @ in_g.mT + c_g * left) / self.num_examples
+
+        low, high = self._interval(parts, full_c)
+        return Spread(
+            variance=self._g_square(parts, c_h, c_g) / self.num_examples,
+            low=low / self.num_examples,
+            high=high / self.num_examples,
+            paper_delta=self._paper_delta(parts) / self.num_examples,
+            covariance=covariance,
+        )
+
+    def root(self, vectors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        q_h = vectors["hessian"][: self.hessian_tail.rank]
+        q_g = vectors["opg"][: self.opg_tail.rank]
+        c_h, c_g = 0.0, 0.0
+        if self.full_rank:
+            c_h, c_g = 1.0 / self.hessian_tail.harmonic_mean, self.opg_tail.harmonic_mean
+        middle = LowRankPlusIdentity(q_g, self.opg_values.sqrt(), c_g**0.5)
+        outer = LowRankPlusIdentity(q_h, self.hessian_values.reciprocal(), c_h)
+        return outer.apply(middle.apply(rows)) / self.num_examples**0.5
+
+    def _interval(self, parts: _Parts, c_h: float) -> tuple[Tensor, Tensor]:
+        """What N·variance lies between, (B, C).
+
+        N·variance is ‖u + e‖² in the norm of G, where u = H̃⁻¹f, and e, what H̃⁻¹f lacks of H⁻¹f,
+        is orthogonal to Q_H and no longer than ρ = reach·‖f⊥‖. With Π = I − Q_H Q_Hᵀ,
+
+            ‖u + e‖² = ‖u‖² + 2eᵀΠGu + eᵀGe        λ‖e‖² ≤ eᵀGe ≤ γ‖e‖²
+
+        so that it is at most ‖u‖² + 2ρ‖ΠGu‖ + γρ², with the tail of G as high as it can be, and at
+        least the minimum of ‖u‖² − 2t‖ΠGu‖ + λt² over t ≤ ρ, with that tail as low as it can be.
+        (‖ΠGu‖ ≤ √γ‖u‖: the first is never above what the triangle inequality gives. The second can
+        be below (‖u‖ − √γρ)², which holds as well.)
+        """
+        tail = self.opg_tail
+        radius = self.hessian_tail.inverse_reach * parts.outside.sqrt()
+        most = self.largest_outside
+        upper = self._g_square(parts, c_h, tail.ceiling) + tail.slack * parts.u_square(c_h)
+        # G may be more than its pairs say by no more than the slack, along u as elsewhere.
+        pull = self._pull(parts, c_h, tail.ceiling) + tail.slack * parts.u_square(c_h).sqrt()
+        high = upper + 2 * radius * pull + most * radius.square()
+        lower = self._g_square(parts, c_h, tail.floor)
+        pull = self._pull(parts, c_h, tail.floor)
+        step = torch.minimum(radius, pull / tail.floor)
+        low = lower - 2 * step * pull + tail.floor * step.square()
+        triangle = (lower.sqrt() - most**0.5 * radius).clamp(min=0).square()
+        return torch.maximum(low.clamp(min=0), triangle), high
+
+    def _pull(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
+        """‖ΠGu‖ for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C).
+
+        Gu = Q_G(λᴳ − c_G)∘s + c_G u with s = Q_Gᵀu, and Q_Hᵀu = Λ_H⁻¹a.
+        """
+        s = parts.head_g + c_h * parts.outside_g
+        bent = (self.opg_values - c_g) * s
+        whole = (bent * (bent + 2 * c_g * s)).sum(-1) + c_g**2 * parts.u_square(c_h)
+        inside = bent @ self.overlap.T + c_g * parts.head  # Q_HᵀGu
+        return (whole - inside.square().sum(-1)).clamp(min=0).sqrt()
+
+    def _g_square(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
+        """uᵀGu for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C)."""
+        in_g = parts.head_g + c_h * parts.outside_g  # Q_Gᵀu
+        left = self.opg_tail.left_over(parts.u_square(c_h), in_g.square().sum(-1))
+        return (in_g.square() * self.opg_values).sum(-1) + c_g * left
+
+    def _paper_delta(self, parts: _Parts) -> Tensor:
+        """N·δ of the paper's sandwich bound: its terms 𝒜, 𝒩, 𝒟, 𝒞, ℋ in coordinates."""
+        in_g, out_g = parts.head_g, parts.outside_g
+        a_term = self.opg_tail.left_over(parts.head.square().sum(-1), in_g.square().sum(-1))
+        n_term = (self.opg_values * in_g * out_g).sum(-1)
+        d_term = -(in_g * out_g).sum(-1) * (not self.opg_tail.is_empty)
+        c_term = (self.opg_values * out_g.square()).sum(-1)
+        h_term = self.opg_tail.left_over(parts.outside, out_g.square().sum(-1))
+        last_g, last_h, l2 = self.opg_tail.last, self.hessian_tail.last, self.opg_tail.l2
+        return 0.5 * (
+            (last_g - l2) * a_term
+            + 2 * (1 / l2 - 1 / last_h) * n_term
+            + 2 * (last_g / l2 - l2 / last_h) * d_term
+            + (1 / l2**2 - 1 / last_h**2) * c_term
+            + (last_g / l2**2 - l2 / last_h**2) * h_term
+        )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One row f of F in the coordinates of the sandwich."""
+
+    head: Tensor  # Λ_H⁻¹ Q_Hᵀf, (B, C, K_H)
+    head_g: Tensor  # Q_Gᵀ Q_H head, (B, C, K_G)
+    outside: Tensor  # ‖f⊥‖², (B, C)
+    outside_g: Tensor  # Q_Gᵀ f⊥, (B, C, K_G)
+
+    def u_square(self, c_h: float) -> Tensor:
+        """‖u‖² for u = Q_H head + c_H f⊥, (B, C)."""
+        return self.head.square().sum(-1) + c_h**2 * self.outside
