@@ -25,6 +25,8 @@ from deltabars.problem import Problem
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
+# What torch and the rewriting raise on graphs that they do not know.
+_UNTRACEABLE = (*UNSUPPORTED, ValueError, KeyError, AttributeError)
 _SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
 _SMALL_ELSEWHERE = 1 << 29
 
@@ -152,7 +154,7 @@ class HessianOperator(CurvatureOperator):
         while True:
             try:
                 return LinearPart(function, fixed, tangents, self.device)
-            except UNSUPPORTED as error:  # operations that look at values, such as one_hot
+            except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
                 if ran_out(error):
                     raise
             if self._compact is _all_units:

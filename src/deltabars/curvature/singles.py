@@ -17,8 +17,8 @@ from deltabars.network import Network
 Rows = dict[str, Tensor]  # (B, R, ·) by name of a parameter
 Way = Callable[[Inputs, Tensor, tuple[str, ...]], Rows]
 
-# What torch raises where it cannot go through a model, or where the model looks at values.
-UNSUPPORTED = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError)
+# What torch raises where it cannot go through a model; other errors are the model's own.
+UNSUPPORTED = (RuntimeError, IndexError, TypeError)
 
 _EXAMPLES = 3  # that a way is checked on
 _AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
