@@ -29,7 +29,7 @@ def surfaces(experiment: Experiment) -> Arrays:
     def compute() -> Arrays:
         fit, ranks = experiment.fit, experiment.size.ranks
         images = experiment.test[0].to(experiment.device)
-        options: dict[str, Any] = {"estimator": "opg", "bound": "paper"}
+        options: dict[str, Any] = {"estimator": "opg", "bound": "paper", "moderation": None}
         found = [fit.predict(images, rank=rank, **options) for rank in ranks]
         probability = found[-1].mean.flatten().cpu()
         curves = {
@@ -61,7 +61,7 @@ def foreign(experiment: Experiment) -> Arrays:
         score = torch.from_numpy(experiment.predictions("train")["opg_score"])
         places = score.sort(descending=True, stable=True).indices[:_REFERENCES]
         images = torch.cat([image[None], experiment.train[0][places]]).to(experiment.device)
-        options: dict[str, Any] = {"estimator": "opg"}
+        options: dict[str, Any] = {"estimator": "opg", "moderation": None}
         full = [fit.predict(images, rank=rank, bound="paper", **options) for rank in ranks]
         low = [fit.predict(images, rank=rank, full_rank=False, **options) for rank in ranks]
         scores = torch.stack([each.score for each in full], dim=1).cpu().numpy()  # (1 + n, R)
