@@ -116,8 +116,8 @@ def fit(
             "serves hessian and opg as well."
         )
     automatic = is_automatic(rank, tolerance, probe, solver)
-    asked = _DEFAULT_RANK if rank is None or automatic else rank
-    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)  # type: ignore[arg-type]
+    asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
+    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
     options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
     with Progress("Reading the data", None, "example", progress) as bar:
