@@ -38,3 +38,21 @@ def quick_run(scans, tmp_path_factory) -> Run:
     done = deltabars("reproduce", "mnist", "--data", scans, "--out", out, *QUICK, "--quiet")
     assert done.returncode == 0, done.stderr
     return Run(scans, out, done)
+
+
+# The longest files, longest first: a worker that begins one at the end keeps the other waiting.
+LONGEST = (
+    "test_reproduction_small",
+    "test_reproduction",
+    "test_bench",
+    "test_estimators",
+    "test_zoo",
+)
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        stem = item.path.stem
+        return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
