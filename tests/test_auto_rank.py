@@ -183,3 +183,5 @@ def test_a_probe_like_no_training_example():
     case = cached_case("dense", l2=0.02)
     with pytest.raises(deltabars.errors.DataError, match="expected"):
         fitted(case, probe=torch.zeros(3, 9, dtype=torch.float64))
+    with pytest.raises(deltabars.errors.DataError, match="expected"):
+        fitted(case, probe=torch.zeros(0, 4, dtype=torch.float64))

@@ -184,3 +184,5 @@ def test_refused():
         fit.certify(case.unseen, case.data, space="odds")
     with pytest.raises(DataError):
         fit.certify(case.unseen[:0], case.data)
+    with pytest.raises(DataError, match="Inputs: expected finite values"):
+        fit.certify(case.unseen * float("nan"), case.data)

@@ -63,7 +63,7 @@ def test_a_positive_definite_hessian_likewise():
 
 
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
-@pytest.mark.parametrize("solver", ["dense", "krylov"])
+@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
 def test_intervals_hold_at_every_rank(estimator, solver):
     levels = torch.logspace(-6, 3, 10, dtype=torch.float64)
     for seed in range(6):

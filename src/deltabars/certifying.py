@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, iterate, unlabelled
+from deltabars.batches import Batch
 from deltabars.covariance import Tail
 from deltabars.covariance.spread import Spread
 from deltabars.curvature import GGNOperator, OPGOperator
@@ -25,13 +25,14 @@ from deltabars.predicting import check_batch_size, served
 from deltabars.prediction import Prediction
 from deltabars.problem import Problem
 from deltabars.progress import Progress
+from deltabars.scoring import read_inputs
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
 
 OPERATORS: dict[str, type[RowOperator]] = {"opg": OPGOperator, "ggn": GGNOperator}
 
-_READ_SIZE = 1024  # inputs
+_LARGEST_CHUNK = 1024  # inputs
 _COPIES = 6  # of the rows of F, that solving takes
 _ENOUGH_PRODUCTS = 1000
 
@@ -114,12 +115,9 @@ class _Solver:
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         size = batch_size or self._default_batch_size()
         with Progress("Certifying", total, "input", fit.progress) as bar:
-            for raw in iterate(inputs, _READ_SIZE):
-                batch = unlabelled(raw, fit.signature)
-                fit.signature.check(batch.inputs, also=str(fit.network.dtype))
-                batch = batch.to(fit.network.device, fit.network.dtype)
-                for start in range(0, len(batch), size):
-                    part, missed = self._chunk(batch.rows(slice(start, start + size)), space)
+            for batch in read_inputs(inputs, fit.signature, fit.network):
+                for chunk in batch.split(size):
+                    part, missed = self._chunk(chunk, space)
                     parts.append(part)
                     wide += missed
                     bar.show(sum(map(len, parts)))
@@ -140,7 +138,7 @@ class _Solver:
         numbers = _COPIES * fit.num_parameters + 2 * self.problem.activation_bytes
         per_input = fit.num_outputs * numbers * fit.network.dtype.itemsize
         room = share(self.problem.memory_budget, BASIS)
-        return chunk_within(room, per_input, _READ_SIZE, fit.network.device)
+        return chunk_within(room, per_input, _LARGEST_CHUNK, fit.network.device)
 
     def _chunk(self, batch: Batch, space: str) -> tuple[Prediction, int]:
         """The predictions of a batch, and how many of its intervals are too wide."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, iterate, unlabelled
+from deltabars.batches import Batch
 from deltabars.covariance import ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen import EigenPairs
@@ -18,6 +18,7 @@ from deltabars.errors import BadValueError, ConvergenceWarning, DataError
 from deltabars.likelihoods import Gaussian
 from deltabars.network import model_errors
 from deltabars.problem import Problem
+from deltabars.scoring import read_inputs
 from deltabars.summation import inner
 
 _DEFAULT_TOLERANCE = 0.05
@@ -225,11 +226,11 @@ def is_automatic(rank: Any, tolerance: Any, probe: Any, solver: Any) -> bool:
 
 
 def _given(problem: Problem, inputs: Any) -> Batch:
-    signature = problem.data.signature
-    batch = unlabelled(next(iter(iterate(inputs, _MOST_INPUTS))), signature)
-    signature.check(batch.inputs, also=str(problem.dtype))
     most = max(1, _MOST_ROWS // problem.num_outputs)
-    return batch.rows(slice(0, most)).to(problem.device, problem.dtype)
+    batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
+    if batch is None:
+        raise DataError("probe: expected at least one input, got none.")
+    return batch.rows(slice(0, most))
 
 
 def _drawn(problem: Problem, seed: int) -> list[Batch]:

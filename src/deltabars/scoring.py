@@ -77,12 +77,7 @@ class Scorer:
     def _predictions(self, inputs: Any, given: int | None) -> Iterator[dict[str, Prediction]]:
         """The predictions of all inputs, a chunk at a time."""
         size = None if given is None else ChunkSize(given)
-        if isinstance(inputs, list):
-            check_not_batches(inputs, self.signature)
-        for raw in iterate(inputs, _READ_SIZE):
-            batch = unlabelled(raw, self.signature)
-            self._check(batch.inputs)
-            batch = batch.to(self._network.device, self._network.dtype)
+        for batch in read_inputs(inputs, self.signature, self._network):
             size = ChunkSize(self._choose_chunk_size(batch)) if size is None else size
             yield from size.each([batch], self._predict_chunk)
 
@@ -151,15 +146,25 @@ class Scorer:
     def _network(self) -> Network:
         return self.pullback.network
 
-    def _check(self, inputs: Inputs) -> None:
-        self.signature.check(inputs, also=str(self._network.dtype))
-        own = self._network.device
-        for leaf in leaves(inputs):
-            if leaf.device.type not in ("cpu", own.type):
-                places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
-                raise DataError(
-                    f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with "
-                    ".to(…)."
-                )
-            if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-                raise DataError("Inputs: expected finite values, got NaN or infinity.")
+
+def read_inputs(inputs: Any, signature: Signature, network: Network) -> Iterator[Batch]:
+    """The inputs in batches on the network's device, each of them checked; targets are left out."""
+    if isinstance(inputs, list):
+        check_not_batches(inputs, signature)
+    for raw in iterate(inputs, _READ_SIZE):
+        batch = unlabelled(raw, signature)
+        _check(batch.inputs, signature, network)
+        yield batch.to(network.device, network.dtype)
+
+
+def _check(inputs: Inputs, signature: Signature, network: Network) -> None:
+    signature.check(inputs, also=str(network.dtype))
+    own = network.device
+    for leaf in leaves(inputs):
+        if leaf.device.type not in ("cpu", own.type):
+            places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
+            raise DataError(
+                f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with .to(…)."
+            )
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            raise DataError("Inputs: expected finite values, got NaN or infinity.")

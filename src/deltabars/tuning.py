@@ -91,6 +91,7 @@ class Evidence:
         eigenvalues: μ₁ ≥ … ≥ μ_K of the data part, (K,).
         others: m, how many parameters there are beside those, that the data reach.
         their_sum: t, of the other eigenvalues; None where it is not known.
+        slack: how much too low the eigenvalues can be (see `EigenPairs.slack`).
     """
 
     loss: float
@@ -99,12 +100,14 @@ class Evidence:
     eigenvalues: Tensor
     others: int
     their_sum: float | None
+    slack: float = 0.0
 
     @classmethod
     def of(cls, fit: DeltaFit) -> Evidence:
         """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
         name = ESTIMATORS[fit.estimator][0]
-        eigenvalues = (fit.pairs_of(name).values - fit.level).clamp(min=0).cpu()
+        pairs = fit.pairs_of(name)
+        eigenvalues = (pairs.values - fit.level).clamp(min=0).cpu()
         point, scale = fit.network.point.double(), fit.network.scale
         if scale is not None:
             point = point / scale
@@ -122,6 +125,7 @@ class Evidence:
             eigenvalues,
             max(0, fit.diagnostics["parameters_reached"] - len(eigenvalues)),
             rest,
+            pairs.slack,
         )
 
     def interval(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,6 +147,9 @@ class Evidence:
             count, total = self.others, min(self.their_sum, self.others * float(most))
             least = total / most * at_most
             largest = count * torch.log1p(total / (count * levels))
+        if self.slack:  # the known ones may be more, and the others then have less to share
+            more = torch.log1p((self.eigenvalues + self.slack) / levels[:, None]).sum(1)
+            least, largest = torch.zeros_like(levels), largest + more - known
         base = -cost - 0.5 * known
         middle = 0.0 if self.their_sum is None else 0.25 * (least + largest)
         return base - middle, base - 0.5 * largest, base - 0.5 * least
