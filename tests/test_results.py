@@ -81,19 +81,20 @@ def test_false_positives_have_the_higher_scores(run, results):
             assert scores["false_positives"] > times * scores["true_positives"]
 
 
-@pytest.mark.parametrize("run", RUNS[:2])
-def test_foreign_image(run):
-    found = read(run)["foreign"]
-    at_600 = found["ranks"].index(600)
-    assert found["full"][at_600] == pytest.approx(found["full"][-1], rel=0.01)  # settled
-    assert found["low_rank"][at_600] < 0.9 * found["low_rank"][-1]  # not settled
+def test_foreign_image(run, results):
+    found = results["foreign"]
+    copies = run == "cifar10"
+    place = min(range(len(found["ranks"])), key=lambda k: abs(found["ranks"][k] - 600))
+    settled = pytest.approx(found["full"][-1], rel=0.03 if copies else 0.01)
+    assert found["full"][place] == settled
+    assert found["low_rank"][place] < 0.9 * found["low_rank"][-1]  # not settled
     assert found["low_rank"][-1] < found["full"][-1]
-    assert found["full"][-1] > max(found["highest_training_scores"])
+    if not copies:  # the network of CIFAR-10 is sure of it
+        assert found["full"][-1] > max(found["highest_training_scores"])
 
 
-@pytest.mark.parametrize("run", RUNS[:2])
-def test_sampler_agrees_with_the_delta_method_near_the_trained_weights(run):
-    for samplers in read(run)["samples"].values():
+def test_sampler_agrees_with_the_delta_method_near_the_trained_weights(results):
+    for samplers in results["samples"].values():
         # The std over 100 networks has a relative error of 7 %, shared by nearby images.
         assert samplers["full_rank_tenth"]["slope"] == pytest.approx(1, abs=0.07)
         assert samplers["full_rank_tenth"]["correlation"] > 0.99
@@ -111,7 +112,7 @@ def test_published_eigenvalues(run, results):
 
 
 def test_figures_are_there(run):
-    for name in FIGURES[: 4 if run == "cifar10" else None]:
+    for name in FIGURES:
         path = ROOT / "results" / run / f"{name}.png"
         assert path.read_bytes().startswith(b"\x89PNG")
         if run != "mnist-reference":  # its figures are too alike to be shown as well
@@ -137,15 +138,18 @@ def test_documentation_of_scores(run):
             assert row in DOCS
 
 
-def test_documentation_of_ensembles():
-    results = read("mnist")
-    for name, samplers in results["samples"].items():
+@pytest.mark.parametrize("run", ["mnist", "cifar10"])
+def test_documentation_of_the_sampler(run):
+    for name, samplers in read(run)["samples"].items():
         cells = [
             f"{each['correlation']:.3f}, {each['slope']:.3f}; {each['mean_accuracy']:.3f}"
             for each in samplers.values()
         ]
         assert f"| {name} | {' | '.join(cells)} |" in DOCS
-    for name, found in results["bootstrap"].items():
+
+
+def test_documentation_of_the_bootstrap():
+    for name, found in read("mnist")["bootstrap"].items():
         cells = [
             f"{each['correlation']:.3f}, {each['slope']:.3f}" for each in found["against"].values()
         ]
@@ -163,13 +167,18 @@ def test_documentation_of_the_initialisations():
         cells = f"{mean:{digits}} | {min(values):{digits}} to {max(values):{digits}}"
         assert f"| {place + 1:,} | {cells} | {100 * spread / mean:.2g} % |" in DOCS
     assert f"from {min(found['cost']):.4f} to {max(found['cost']):.4f}" in DOCS
+    assert len(found["hessian"]) == 4
+    for place, digits in ((0, ".2f"), (599, ".4f")):
+        *first, last = (f"{each[place]:{digits}}" for each in found["hessian"])
+        assert f"{', '.join(first)} and {last}" in DOCS
 
 
-def test_documentation_of_the_foreign_image():
-    found = read("mnist")["foreign"]
-    at_600 = found["ranks"].index(600)
+@pytest.mark.parametrize(("run", "rank"), [("mnist", 600), ("cifar10", 667)])
+def test_documentation_of_the_foreign_image(run, rank):
+    found = read(run)["foreign"]
+    place = found["ranks"].index(rank)
     for name in ("full", "low_rank"):
-        assert f"{found[name][at_600]:.4f}" in DOCS
+        assert f"{found[name][place]:.4f}" in DOCS
         assert f"{found[name][-1]:.4f}" in DOCS
 
 
