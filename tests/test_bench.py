@@ -47,8 +47,8 @@ TINY = {
     "memory_images": 16,
     "memory_width": 4,
     "memory_rank": 2,
-    "resnet": Network({"width": 2, "blocks": (1, 1)}, 24, 4, epochs=1, closing=1, rank=3),
-    "vit": Network(dict.fromkeys(VIT, 4) | {"num_hidden_layers": 1}, 24, 4, 2, 0, rank=3),
+    "resnet": Network({"width": 2, "blocks": (1, 1)}, 24, 4, 1, 1, 8, rank=3),
+    "vit": Network(dict.fromkeys(VIT, 4) | {"num_hidden_layers": 1}, 24, 4, 2, 0, 8, rank=3),
 }
 TINY_SMALL = dataclasses.replace(
     SMALL,

@@ -28,7 +28,6 @@ _CHECKED = 4  # images whose standard deviations are computed a second time
 _WARM_UP = 16  # images
 _VIT_L2 = 1e-4
 _VIT_RATE = 1e-3
-_VIT_BATCH = 256
 _CLASSES = 10
 _NO_CIFAR10 = "ResNet-18 left out: needs --cifar10"
 
@@ -100,7 +99,12 @@ def _resnet(bench: Bench) -> Setting | str:
         data=data,
         test=test,
         train=lambda: resnet.train(
-            network, *data, epochs=size.epochs, closing=size.closing, progress=False
+            network,
+            *data,
+            epochs=size.epochs,
+            closing=size.closing,
+            batch_size=size.batch,
+            progress=False,
         ),
         logits=lambda model, images: model(images),
         inputs=lambda images: images,
@@ -142,7 +146,7 @@ def _vit(bench: Bench) -> Setting | str:
         model=model,
         data=data,
         test=test,
-        train=lambda: _train_vit(model, logits, data, size.epochs),
+        train=lambda: _train_vit(model, logits, data, size),
         logits=logits,
         inputs=lambda images: {"pixel_values": images},
         examples=lambda images, labels: {"pixel_values": images, "labels": labels},
@@ -150,17 +154,17 @@ def _vit(bench: Bench) -> Setting | str:
 
 
 def _train_vit(
-    model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], data: Data, epochs: int
+    model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], data: Data, size: Network
 ) -> None:
     """Adam with λ in the gradient, at a rate that falls to 0, without dropout."""
     images, labels = data
     optimiser = torch.optim.Adam(model.parameters(), lr=_VIT_RATE, weight_decay=_VIT_L2)
-    steps = epochs * -(-len(labels) // _VIT_BATCH)
+    steps = size.epochs * -(-len(labels) // size.batch)
     falling = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(epochs):
+    for _ in range(size.epochs):
         order = torch.randperm(len(labels), generator=generator).to(labels.device)
-        for chosen in order.split(_VIT_BATCH):
+        for chosen in order.split(size.batch):
             optimiser.zero_grad()
             found = logits(model, images[chosen])
             nn.functional.cross_entropy(found, labels[chosen]).backward()

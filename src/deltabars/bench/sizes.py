@@ -14,6 +14,7 @@ class Network:
         shape: what its constructor is given; empty for the network as it is known.
         images, test_images: how many to train and to fit on, and to predict.
         epochs: of training, and `closing`: of which there are more in eval mode behind them.
+        batch: how many images a step of training takes.
         rank: K.
     """
 
@@ -22,6 +23,7 @@ class Network:
     test_images: int
     epochs: int
     closing: int
+    batch: int
     rank: int
 
 
@@ -121,8 +123,9 @@ SMALL = Size(
         {"width": 4, "blocks": (1, 1, 1)},
         images=400,
         test_images=200,
-        epochs=25,
-        closing=5,
+        epochs=10,
+        closing=3,
+        batch=32,
         rank=20,
     ),
     vit=Network(
@@ -134,8 +137,9 @@ SMALL = Size(
         },
         images=400,
         test_images=200,
-        epochs=150,
+        epochs=40,
         closing=0,
+        batch=32,
         rank=10,
     ),
     published_images=None,
@@ -173,7 +177,9 @@ GPU = Size(
     memory_images=8192,
     memory_width=512,
     memory_rank=300,
-    resnet=Network({}, images=50_000, test_images=10_000, epochs=20, closing=5, rank=200),
+    resnet=Network(
+        {}, images=50_000, test_images=10_000, epochs=20, closing=5, batch=128, rank=200
+    ),
     vit=Network(
         {
             "hidden_size": 128,
@@ -185,6 +191,7 @@ GPU = Size(
         test_images=10_000,
         epochs=10,
         closing=0,
+        batch=256,
         rank=200,
     ),
     published_images=60_000,
