@@ -15,7 +15,6 @@ import torch
 
 from deltabars.bench.subject import upscaled_digits
 from deltabars.cli import main
-from deltabars.recipes.digits import load_digits
 from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
@@ -44,9 +43,7 @@ class Run:
 
 def write_scans(folder: Path, train: int = TRAIN, test: int = TEST) -> Path:
     """The four idx files, with as many images."""
-    images, labels, test_images = upscaled_digits(train, test)
-    test_labels = load_digits().test_labels[:test]
-    assert len(test_labels) == len(test_images)
+    images, labels, test_images, test_labels = upscaled_digits(train, test)
     for name, items in (
         ("train-images-idx3", images[:, 0]),
         ("train-labels-idx1", labels),

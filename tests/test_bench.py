@@ -15,7 +15,7 @@ import torch
 from deltabars.bench.peak import ProcessMeter
 from deltabars.bench.results import Measure
 from deltabars.bench.runner import WORKS, run_bench
-from deltabars.bench.sizes import GPU, SMALL
+from deltabars.bench.sizes import GPU, SMALL, Network
 from deltabars.bench.sources import Sources
 from deltabars.bench.subject import fresh_network
 from deltabars.cli import main
@@ -23,6 +23,7 @@ from deltabars.commands import bench
 from deltabars.errors import BadValueError
 from tests.test_recipes_paper import idx_bytes
 
+VIT = ("hidden_size", "num_attention_heads", "intermediate_size")
 TINY = {
     "device": "cpu",
     "repeats": 1,
@@ -46,6 +47,8 @@ TINY = {
     "memory_images": 16,
     "memory_width": 4,
     "memory_rank": 2,
+    "resnet": Network({"width": 2, "blocks": (1, 1)}, 24, 4, 1, 1, 8, rank=3),
+    "vit": Network(dict.fromkeys(VIT, 4) | {"num_hidden_layers": 1}, 24, 4, 2, 0, 8, rank=3),
 }
 TINY_SMALL = dataclasses.replace(
     SMALL,
@@ -220,6 +223,7 @@ class TestCommand:
             (("--json", "no/such/x.json"), "expected a folder that exists"),
             (("--mnist", "no/such"), "expected train-images-idx3-ubyte or"),
             (("--weights", "x.npz"), "expected together with --mnist"),
+            (("--cifar10", "no/such"), "--cifar10: expected a folder that exists"),
             (("--cache", "no/such"), "--cache: expected a folder that exists"),
         ],
     )

@@ -31,7 +31,7 @@ class TestPlain:
 
     @pytest.fixture
     def setting(self):
-        images, labels, _ = upscaled_digits(20, 1)
+        images, labels, *_ = upscaled_digits(20, 1)
         model = wide_network(3)
         vectors = torch.randn(2, 2395, generator=torch.Generator().manual_seed(0))
         return model, (images, labels), vectors, Problem(model, (images, labels), l2=0.1)
@@ -95,7 +95,7 @@ class TestMeasuring:
 
     @LINUX
     def test_peak_holds_the_jacobian_and_the_vectors(self):
-        images, labels, _ = upscaled_digits(200, 1)
+        images, labels, *_ = upscaled_digits(200, 1)
         (peak,) = measure_peaks([Case("opg", 32, 200, 20, max_products=40)], (images, labels))
         assert peak.parameters == 795 * 32 + 10
         assert peak.jacobian == 200 * peak.parameters * 4
@@ -165,10 +165,11 @@ class TestSources:
             write_json(tmp_path, {})
 
     def test_digits_are_28_wide_and_all_different(self):
-        images, labels, test_images = upscaled_digits(1400, 3)
+        images, labels, test_images, test_labels = upscaled_digits(1400, 3)
         assert images.shape == (1400, 1, 28, 28)
         assert labels.shape == (1400,)
         assert test_images.shape == (3, 1, 28, 28)
+        assert test_labels.shape == (3,)
         assert torch.equal(labels[1297:], labels[:103])
         assert not torch.equal(images[1297], images[0])
         with pytest.raises(DataError, match="Name a folder with MNIST"):

@@ -138,13 +138,21 @@ def read_status(name: str) -> int:
     return int(fields[name].split()[0]) * 1024
 
 
+def find_meter(device: torch.device) -> Meter | None:
+    """What counts the bytes of a device, or else of this process; None where nothing does."""
+    if device.type == "cuda":
+        return DeviceMeter(device)
+    return ProcessMeter() if ProcessMeter.works() else None
+
+
 def measure_peaks(cases: list[Case], data: Data) -> list[Peak] | None:
     """The peaks of fits on the first images of `data`; None where the platform cannot tell."""
     device = data[0].device
-    if device.type == "cuda":
-        return [_measure(case, data, DeviceMeter(device)) for case in cases]
-    if not ProcessMeter.works():
+    meter = find_meter(device)
+    if meter is None:
         return None
+    if device.type == "cuda":
+        return [_measure(case, data, meter) for case in cases]
     return _in_fresh_process(cases, data)
 
 

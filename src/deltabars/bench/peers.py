@@ -18,6 +18,7 @@ _INSTALL = {
     "sklearn": "pip install scikit-learn",
     "scipy": "pip install scipy",
     "curvlinops": "pip install --no-deps -r peers.txt",
+    "transformers": "pip install transformers",
     "laplace": "pip install --no-deps -r peers.txt",
 }
 

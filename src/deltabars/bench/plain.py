@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ Pairs = tuple[Tensor, Tensor]  # eigenvalues (K,), descending, and eigenvectors 
 
 _CHUNK = {"cpu": 256}  # examples; as deltabars' own, which were chosen by measurement
 _CHUNK_ELSEWHERE = 2048
+_VECTORS = 16  # eigenvectors that are in float64 at a time
 
 
 def forward(model: nn.Module, images: Tensor) -> Tensor:
@@ -125,6 +126,39 @@ def low_rank_stds(
         "sandwich": (solved * times("opg", solved, 1)).sum(-1),
     }
     return {name: (variance / count).sqrt() for name, variance in variances.items()}
+
+
+def opg_std(
+    model: nn.Module,
+    logits: Callable[[nn.Module, Tensor], Tensor],
+    images: Tensor,
+    pairs: Pairs,
+    l2: float,
+    count: int,
+) -> Tensor:
+    """The standard deviations (B, C) of probabilities from eigenpairs of G, for large networks.
+
+    √(F G⁻¹ Fᵀ / N) as in `low_rank_stds`, by one gradient of one probability after the other in
+    float64. Memory: C·P numbers, and some eigenvectors at a time.
+    """
+    model = copy.deepcopy(model).double()
+    weights = list(model.parameters())
+    values, basis = pairs[0].double(), pairs[1]
+    tail = 2 / (1 / l2 + 1 / float(values[-1]))
+    variances = []
+    for image in images.double():
+        with torch.enable_grad():
+            shares = logits(model, image[None])[0].softmax(0)
+            rows = torch.stack([_flat_gradient(share, weights) for share in shares])  # (C, P)
+        inside = torch.cat([rows @ some.double().T for some in basis.split(_VECTORS)], 1)
+        outside = rows.square().sum(1) - inside.square().sum(1)
+        variances.append(inside.square() @ (1 / values) + outside / tail)
+    return (torch.stack(variances) / count).sqrt()
+
+
+def _flat_gradient(value: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    parts = torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _logit_jacobian(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:

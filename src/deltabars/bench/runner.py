@@ -15,6 +15,7 @@ import torch
 
 import deltabars
 from deltabars.bench import table
+from deltabars.bench.architectures import run_architectures
 from deltabars.bench.context import Bench, release
 from deltabars.bench.floor import run_floor, run_product
 from deltabars.bench.growth import run_growth
@@ -37,6 +38,7 @@ WORKS: dict[str, Callable[[Bench], Record]] = {
     "predict": run_predict,
     "growth": run_growth,
     "memory": run_memory,
+    "architectures": run_architectures,
     "published": run_published,
 }
 
@@ -70,8 +72,9 @@ def run_bench(
             "--gpu: expected a CUDA device that torch can use, got none. Leave it out for the "
             "small size."
         )
-    if sources.cache is not None and not sources.cache.is_dir():
-        raise BadValueError(f"--cache: expected a folder that exists, got {sources.cache}.")
+    for option, folder in (("--cache", sources.cache), ("--cifar10", sources.cifar10)):
+        if folder is not None and not folder.is_dir():
+            raise BadValueError(f"{option}: expected a folder that exists, got {folder}.")
     bench = Bench(size, sources, Spectra(sources.cache), say)
     started = time.perf_counter()
     records = []

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of `architectures`.
+
+    Attributes:
+        shape: what its constructor is given; empty for the network as it is known.
+        images, test_images: how many to train and to fit on, and to predict.
+        epochs: of training, and `closing`: of which there are more in eval mode behind them.
+        batch: how many images a step of training takes.
+        rank: K.
+    """
+
+    shape: dict[str, Any]
+    images: int
+    test_images: int
+    epochs: int
+    closing: int
+    batch: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +48,7 @@ class Size:
             laplace-torch can hold: images to predict and to fit, steps of L-BFGS, K.
         growth_images, growth_width, growth_rank: the first points, doubled twice.
         memory_images, memory_width, memory_rank: of the fits whose memory is measured.
+        resnet, vit: the networks of `architectures`.
         published_images, published_rank: None where the published spectra are out of reach.
     """
 
@@ -59,6 +82,8 @@ class Size:
     memory_images: int
     memory_width: int
     memory_rank: int
+    resnet: Network
+    vit: Network
     published_images: int | None
     published_rank: int | None
 
@@ -94,6 +119,29 @@ SMALL = Size(
     memory_images=512,
     memory_width=64,
     memory_rank=100,
+    resnet=Network(
+        {"width": 4, "blocks": (1, 1, 1)},
+        images=400,
+        test_images=200,
+        epochs=10,
+        closing=3,
+        batch=32,
+        rank=20,
+    ),
+    vit=Network(
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        },
+        images=400,
+        test_images=200,
+        epochs=40,
+        closing=0,
+        batch=32,
+        rank=10,
+    ),
     published_images=None,
     published_rank=None,
 )
@@ -129,6 +177,23 @@ GPU = Size(
     memory_images=8192,
     memory_width=512,
     memory_rank=300,
+    resnet=Network(
+        {}, images=50_000, test_images=10_000, epochs=20, closing=5, batch=128, rank=200
+    ),
+    vit=Network(
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "intermediate_size": 256,
+        },
+        images=60_000,
+        test_images=10_000,
+        epochs=10,
+        closing=0,
+        batch=256,
+        rank=200,
+    ),
     published_images=60_000,
     published_rank=600,
 )

@@ -1,4 +1,4 @@
-"""Files that a run reads and keeps: MNIST, weights, published eigenvalues, eigenpairs."""
+"""Files that a run reads and keeps: images, weights, published eigenvalues, eigenpairs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Sources:
         weights: an .npz file with weights of the paper's network.
         published: an .npz file with published eigenvalues `hessian` and `opg`.
         cache: a folder to keep eigenpairs in, for later runs.
+        cifar10: a folder with CIFAR-10's binary batches.
     """
 
     mnist: Path | None = None
     weights: Path | None = None
     published: Path | None = None
     cache: Path | None = None
+    cifar10: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Subject:
 
     Attributes:
         images, labels: of training, (N, 1, 28, 28) and (N,).
-        test_images: unseen ones.
+        test_images, test_labels: unseen ones.
         accuracy: the share of training images that are classified rightly.
         source: where images and weights come from, in words.
     """
@@ -37,6 +37,7 @@ class Subject:
     images: Tensor
     labels: Tensor
     test_images: Tensor
+    test_labels: Tensor
     accuracy: float
     source: str
 
@@ -46,9 +47,15 @@ class Subject:
         Raises:
             DataError: there are fewer.
         """
-        if count > len(self.labels):
-            raise DataError(f"Images: expected {count} or more, got {len(self.labels)}.")
-        return self.images[:count], self.labels[:count]
+        return _first(self.images, self.labels, count)
+
+    def test(self, count: int) -> Data:
+        """The first test examples.
+
+        Raises:
+            DataError: there are fewer.
+        """
+        return _first(self.test_images, self.test_labels, count)
 
 
 def make_subject(size: Size, sources: Sources) -> Subject:
@@ -65,12 +72,15 @@ def make_subject(size: Size, sources: Sources) -> Subject:
         )
     if sources.mnist is not None:
         images, labels = read_mnist(sources.mnist, "train", size.train_images)
-        test_images, _ = read_mnist(sources.mnist, "test", size.test_images)
+        test_images, test_labels = read_mnist(sources.mnist, "test", size.test_images)
         source = "MNIST"
     else:
-        images, labels, test_images = upscaled_digits(size.train_images, size.test_images)
+        images, labels, test_images, test_labels = upscaled_digits(
+            size.train_images, size.test_images
+        )
         source = "scikit-learn's digits, enlarged and shifted"
-    images, labels, test_images = (part.to(device) for part in (images, labels, test_images))
+    images, labels = images.to(device), labels.to(device)
+    test_images, test_labels = test_images.to(device), test_labels.to(device)
     if sources.weights is not None:
         model = load_weights(sources.weights).to(device)
         source += ", reference weights"
@@ -78,19 +88,23 @@ def make_subject(size: Size, sources: Sources) -> Subject:
         model = fresh_network().to(device)
         train_briefly(model, (images, labels), size.training_steps)
         source += f", {size.training_steps} steps of Adam"
-    return Subject(model, images, labels, test_images, _accuracy(model, images, labels), source)
+    accuracy = _accuracy(model, images, labels)
+    return Subject(model, images, labels, test_images, test_labels, accuracy, source)
 
 
-def upscaled_digits(train: int, test: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Training images (n, 1, 28, 28) and classes, and test images, of scikit-learn's digits.
+def upscaled_digits(train: int, test: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images (n, 1, 28, 28) and classes, and those of a test, of scikit-learn's digits.
 
     The 8×8 scans are enlarged to 20×20 within a margin; copies shifted by up to three pixels each
     way make as many as are asked for, the unshifted ones first.
     """
     digits = load_digits()
-    images = _shifted(digits.train_images, train)
     labels = digits.train_labels.repeat(_copies(train, digits.train_labels))[:train]
-    return images, labels, _shifted(digits.test_images, test)
+    test_labels = digits.test_labels.repeat(_copies(test, digits.test_labels))[:test]
+    return (
+        _shifted(digits.train_images, train), labels,
+        _shifted(digits.test_images, test), test_labels,
+    )  # fmt: skip
 
 
 def wide_network(width: int, seed: int = 0) -> nn.Module:
@@ -125,6 +139,12 @@ def train_briefly(model: nn.Module, data: Data, steps: int, seed: int = 0) -> No
         schedule.step()
     optimiser.zero_grad()
     model.eval()
+
+
+def _first(images: Tensor, labels: Tensor, count: int) -> Data:
+    if count > len(labels):
+        raise DataError(f"Images: expected {count} or more, got {len(labels)}.")
+    return images[:count], labels[:count]
 
 
 def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:

@@ -20,11 +20,14 @@ def head() -> str:
 
 def section(record: Record) -> str:
     """The lines of one work, its notes below them."""
-    lines = [
-        _line(("" if place else record.work, *_cells(measure))) + measure.verdict
-        for place, measure in enumerate(record.measures)
-    ]
-    start = "" if lines else record.work
+    start = record.work
+    lines = []
+    if len(start) >= _WIDTHS[0]:  # a line of its own for a long name
+        lines.append(start)
+        start = ""
+    for measure in record.measures:
+        lines.append(_line((start, *_cells(measure))) + measure.verdict)
+        start = ""
     for note in record.notes:
         lines += textwrap.wrap(
             f"({note})",
@@ -34,6 +37,14 @@ def section(record: Record) -> str:
         )
         start = ""
     return "\n".join(line.rstrip() for line in lines)
+
+
+def words(measure: Measure) -> str:
+    """A measure as one line of plain text."""
+    cells = [cell for cell in _cells(measure) if cell]
+    if measure.products is not None:
+        cells.append(f"{measure.products} products")
+    return ", ".join(cells)
 
 
 def foot(environment: dict[str, Any]) -> str:
