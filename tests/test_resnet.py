@@ -61,6 +61,29 @@ def test_the_training_ends_near_an_optimum_of_the_cost_in_eval_mode():
     assert ratios[1] < 0.3  # of a few hundred steps at a rate that falls to zero
 
 
+def test_a_closing_epoch_that_raises_the_cost_is_undone():
+    images, labels = pictures()
+    network = resnet(0, **SMALL)
+    train(network, images, labels, l2=0.02, epochs=40, closing=0, progress=False)
+
+    def cost():
+        problem = Problem(network, (images, labels), l2=0.02)
+        return problem.mean_loss + problem.penalty
+
+    def close(epochs):
+        train(
+            network, images, labels, l2=0.02, epochs=0, closing=epochs, batch_size=6, rate=1e4,
+            progress=False,
+        )  # fmt: skip
+
+    weights, first = network.head.weight.detach().clone(), cost()
+    close(1)
+    assert torch.equal(network.head.weight, weights)
+    assert cost() == first
+    close(8)  # by then the rate has been divided often enough
+    assert cost() < first
+
+
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
 def test_a_network_and_its_fit_from_one_call():
     images, labels = pictures()

@@ -6,6 +6,7 @@ usual for CIFAR-10: a 3×3 stem of stride 1, no pooling behind it, 11,173,962 pa
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from deltabars.fitting import fit
 from deltabars.progress import Progress
 
 L2 = 5e-4  # the weight decay that is usual for this network
+_AT_ONCE = 512  # images, where nothing is learnt
 
 
 class Block(nn.Module):
@@ -141,7 +143,10 @@ def train(
         labels: (N,).
         l2: λ.
         epochs: in training mode.
-        closing: epochs in eval mode, with a rate that falls from a tenth of `rate` to 0.
+        closing: epochs in eval mode, with a rate that falls from a tenth of `rate` to 0. An epoch
+            after which the cost is above that before all of them is undone, and those after it
+            have a tenth of its rate: without the statistics of batches nothing else keeps large
+            steps in bounds.
 
     Returns:
         What it came to.
@@ -155,18 +160,20 @@ def train(
     images, labels = images.to(place), labels.to(place)
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, weight_decay=l2)
-    steps = -(-len(images) // batch_size)
-    loss = math.nan
+    loss, most, factor = math.nan, math.inf, 1.0
     with Progress("Training", epochs + closing, "epoch", progress) as bar:
         for epoch in range(epochs + closing):
             network.train(epoch < epochs)
             if epoch == epochs:
                 optimiser.state.clear()  # momentum of another cost
+                most = _cost(network, images, labels, l2)
+            before = None if epoch < epochs else copy.deepcopy(network.state_dict())
+            parts = torch.randperm(len(images), generator=generator).to(place).split(batch_size)
             total = torch.zeros((), device=place)
-            order = torch.randperm(len(images), generator=generator).to(place)
-            for step, chosen in enumerate(order.split(batch_size)):
+            for step, chosen in enumerate(parts):
                 for group in optimiser.param_groups:
-                    group["lr"] = rate * _rate(epoch + step / steps, epochs, closing)
+                    share = _rate(epoch + step / len(parts), epochs, closing)
+                    group["lr"] = factor * rate * share
                 optimiser.zero_grad(set_to_none=True)
                 mean = F.cross_entropy(network(images[chosen]), labels[chosen])
                 mean.backward()
@@ -174,17 +181,32 @@ def train(
                 total += mean.detach() * len(chosen)
             loss = float(total) / len(images)
             bar.show(epoch + 1, f"loss {loss:.4f}")
+            if before is not None and not _cost(network, images, labels, l2) <= most:
+                network.load_state_dict(before)
+                optimiser.state.clear()
+                factor /= 10
     optimiser.zero_grad(set_to_none=True)
     network.eval()
     return Trained(loss, accuracy(network, images, labels))
 
 
-def accuracy(network: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 512) -> float:
+def _cost(network: nn.Module, images: Tensor, labels: Tensor, l2: float) -> float:
+    """The cost of a network as it is."""
+    with torch.no_grad():
+        parts = zip(images.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True)
+        total = sum(
+            float(F.cross_entropy(network(part), truth, reduction="sum")) for part, truth in parts
+        )
+        squares = sum(float(weight.square().sum()) for weight in network.parameters())
+    return total / len(images) + l2 / 2 * squares
+
+
+def accuracy(network: nn.Module, images: Tensor, labels: Tensor) -> float:
     """The share of images that a network labels rightly, as it is."""
     place = next(network.parameters()).device
     right = 0
     with torch.no_grad():
-        for part, truth in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+        for part, truth in zip(images.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True):
             right += int((network(part.to(place)).argmax(1) == truth.to(place)).sum())
     return right / len(images)
 
