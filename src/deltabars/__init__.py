@@ -9,7 +9,7 @@ from deltabars.parameters import last_layer
 from deltabars.prediction import Prediction
 from deltabars.problem import Problem
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DeltaFit",
