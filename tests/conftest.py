@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import pytest
@@ -10,6 +11,7 @@ from tests.scans import QUICK, Run, deltabars, write_scans
 
 # The networks are tiny: threads would only wait for one another, badly so on a busy machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 cached_case = lru_cache(maxsize=None)(make_case)
 
