@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/deltabars demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 bench: $(VENV)/.dev
 	$(BIN)/deltabars bench

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import pytest
@@ -10,6 +11,7 @@ from tests.scans import QUICK, Run, deltabars, write_scans
 
 # The networks are tiny: threads would only wait for one another, badly so on a busy machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 cached_case = lru_cache(maxsize=None)(make_case)
 
@@ -40,19 +42,30 @@ def quick_run(scans, tmp_path_factory) -> Run:
     return Run(scans, out, done)
 
 
-# The longest files, longest first: a worker that begins one at the end keeps the other waiting.
+# The longest first: a worker that begins one at the end keeps the other waiting. (It needs
+# --no-loadscope-reorder: of itself xdist begins with the files of most tests.)
 LONGEST = (
     "test_reproduction_small",
-    "test_reproduction",
+    "reproduction",
     "test_bench",
     "test_estimators",
     "test_zoo",
 )
+# What is run once a session is so once a worker: the files that share it go to one of them.
+SHARED = {"quick_run": "reproduction"}
 
 
 def pytest_collection_modifyitems(items):
+    files = {item.path: item.path.stem for item in items}
+    for item in items:
+        for fixture, group in SHARED.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                files[item.path] = group
+
     def place(item):
-        stem = item.path.stem
-        return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
+        group = files[item.path]
+        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(files[item.path]))

@@ -18,9 +18,11 @@ from deltabars.cli import main
 from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
+STEPS = 20
 # A small run made smaller: the training does not converge, and no number means anything.
 QUICK = (
-    "--small", "--steps", 40, "--rank", 5, "--initialisations", 2, "--hessians", 1, "--samples", 4,
+    "--small", "--steps", STEPS, "--rank", 5,
+    "--initialisations", 2, "--hessians", 1, "--samples", 4,
 )  # fmt: skip
 
 

@@ -13,9 +13,11 @@ from itertools import chain
 import pytest
 import torch
 
+import deltabars
 from deltabars import Problem
 from deltabars.batches import Batch
 from deltabars.curvature import OPGOperator
+from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
 from deltabars.memory import (
     BASIS,
@@ -29,6 +31,7 @@ from deltabars.memory import (
     resolve_budget,
     share,
 )
+from deltabars.scoring import Scorer
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 50
@@ -229,3 +232,28 @@ def test_where_memory_runs_out_the_work_goes_on_with_smaller_chunks(limited, wor
     assert "room for 3072 examples at a time" in limited[work]["warnings"][0]
     # Residuals of 1e-6 let eigenvalues differ by their squares; predictions by rounding.
     assert limited[work]["error"] < 1e-10
+
+
+def test_memory_is_measured_once_for_inputs_of_a_shape(dense_case, monkeypatch):
+    """And anew for other shapes and for other numbers of classes, with the same chunks as then."""
+    fit = deltabars.fit(dense_case.model, dense_case.data, l2=dense_case.l2, progress=False, rank=5)
+    sizes, pulls = [], []
+    choose, pull = Scorer._choose_chunk_size, Pullback.pull
+    monkeypatch.setattr(
+        Scorer, "_choose_chunk_size", lambda *args: sizes.append(choose(*args)) or sizes[-1]
+    )
+    monkeypatch.setattr(Pullback, "pull", lambda *args: pulls.append(None) or pull(*args))
+    first = fit.predict(dense_case.unseen)
+    assert len(pulls) == 2  # to measure, and to predict
+    again = fit.predict(dense_case.unseen)
+    assert len(pulls) == 3
+    assert torch.equal(first.std, again.std)
+    fit.predict(dense_case.unseen, rank=1, space="logit")
+    assert len(pulls) == 4
+    for options in ({"classes": "top2"}, {"classes": [0]}):
+        fit.predict(dense_case.unseen, **options)
+    assert len(pulls) == 8
+    fit.predict(dense_case.unseen[:3])
+    assert len(pulls) == 10
+    assert len(sizes) == 6
+    assert sizes[0] == sizes[1]

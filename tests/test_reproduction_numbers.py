@@ -17,6 +17,7 @@ from deltabars.recipes.training import train
 from deltabars.reproduction.experiment import Experiment, Options
 from deltabars.reproduction.settings import small_size
 from deltabars.reproduction.summary import _line
+from tests.scans import STEPS
 
 L2 = 0.01
 RANK = 5
@@ -195,7 +196,7 @@ class TestEnsembles:
                 parameter.data.mul_(0.06)
         stack = train(
             Stack.of(MNIST, start), images, labels,
-            steps=40, schedule=((0, 3e-3),), rows=rows, progress=False,
+            steps=STEPS, schedule=small_size(MNIST).schedule[:1], rows=rows, progress=False,
         )  # fmt: skip
         with torch.no_grad():
             found = torch.stack(
@@ -236,7 +237,7 @@ class TestEnsembles:
 
     def test_a_falling_line_has_a_negative_correlation(self, quick_run):
         size = dataclasses.replace(
-            small_size(MNIST), steps=40, rank=RANK, initialisations=2, hessians=1, samples=4
+            small_size(MNIST), steps=STEPS, rank=RANK, initialisations=2, hessians=1, samples=4
         )
         options = Options(
             quick_run.data, quick_run.out, 0, None, torch.device("cpu"), True, False, False

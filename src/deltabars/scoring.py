@@ -122,19 +122,17 @@ class Scorer:
         """Inputs at a time: activations, the largest layer's part of F, and F·Q must fit."""
         few = batch.rows(slice(0, _PROBE))
         columns = sum(basis.shape[0] for basis in self.bases.values())
+        rows = partial(cotangents, self.likelihood, self.space, self.classes)
+        count = None if self.classes is None else self.classes.count
         with self._network.evaluation(), model_errors():
-            rows = partial(cotangents, self.likelihood, self.space, self.classes)
-            pulled = self.pullback.pull(few.inputs, rows)
-            activations = self._network.activation_bytes(few.inputs) // len(few)
-        layers = [factors.numbers_per_input(columns) for factors in pulled.layers]
-        loose = sum(rows.shape[1] * rows.shape[2] for rows in pulled.loose.values())
-        numbers = (2 * max(layers, default=0) + loose) * self._network.dtype.itemsize
-        columns += pulled.count if self._with_gram else 0
+            found = self.pullback.footprint(few.inputs, rows, count)
+        size = self._network.dtype.itemsize
+        numbers = (2 * found.largest_layer(columns) + found.loose) * size
+        columns += found.count if self._with_gram else 0
         projected = _COPIES * columns * torch.float64.itemsize
         # Cotangents are rows of as many numbers as there are outputs.
-        rows_of_outputs = 2 * pulled.outputs.shape[1] * self._network.dtype.itemsize
-        each = 2 * activations + rows_of_outputs + projected
-        per_input = pulled.count * each + numbers
+        each = 2 * found.activations + 2 * found.outputs * size + projected
+        per_input = found.count * each + numbers
         budget = resolve_budget(self.memory_budget, self._network.device)
         return chunk_within(budget, per_input, _LARGEST_CHUNK, self._network.device)
 

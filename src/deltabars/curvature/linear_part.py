@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -47,7 +49,11 @@ class LinearPart:
         tangents: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
+        # Each value is noted as a fake tensor. Of itself make_fx sets up a mode for every one of
+        # them, which takes as long as all the rest of a trace.
+        noted = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+        with tracing(noted):
+            traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
         _check_shapes_are_fixed(traced.graph)
         changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
         rewrite(traced.graph, changing, device)

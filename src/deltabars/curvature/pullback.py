@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from deltabars.curvature.columns import Part, kept_parts
+from deltabars.curvature.footprint import Footprint
 from deltabars.curvature.layers import Factors, joined
 from deltabars.curvature.recorder import Recorder
 from deltabars.curvature.singles import UNSUPPORTED, Singles, agree, total_norm
@@ -64,6 +65,7 @@ class Pullback:
         self._singles = Singles(network)
         self._rows_together: bool | None = None  # not known yet
         self._rests: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
+        self._footprints: dict[tuple[int | None, tuple[torch.Size, ...]], Footprint] = {}
 
     def rows(
         self,
@@ -109,6 +111,21 @@ class Pullback:
         if rest:
             pulled.loose.update(self._singles.rows(inputs, cotangents(pulled.outputs), rest))
         return pulled.scaled(self.network.scales) if self.network.scales else pulled
+
+    def footprint(self, inputs: Inputs, cotangents: Cotangents, count: int | None) -> Footprint:
+        """What the rows of each input take, measured on the first inputs of these shapes.
+
+        Args:
+            count: R, where it is not that of all outputs.
+        """
+        key = count, tuple(leaf.shape for leaf in leaves(inputs))
+        if key not in self._footprints:
+            pulled = self.pull(inputs, cotangents)
+            activations = self.network.activation_bytes(inputs)
+            self._footprints[key] = Footprint.of(
+                pulled.outputs, pulled.count, pulled.layers, pulled.loose, activations
+            )
+        return self._footprints[key]
 
     def _through_layers(
         self, inputs: Inputs, cotangents: Cotangents, names: list[str]
