@@ -109,6 +109,20 @@ def fit(
     recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
     data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
     numbers (for K from 54 on), beside what is kept of the data.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=60, progress=False)
+        >>> fit.rank, fit.num_examples, fit.num_parameters
+        (60, 1297, 1898)
+        >>> out = fit.predict(digits.test_images)
+        >>> out.std.shape  # an error bar for each of ten classes
+        torch.Size([500, 10])
+        >>> wrong = out.label != digits.test_labels
+        >>> bool(out.score[wrong].mean() > 2 * out.score[~wrong].mean())
+        True
     """
     if not isinstance(estimator, str) or estimator not in ESTIMATORS:
         raise BadValueError(

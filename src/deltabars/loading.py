@@ -44,6 +44,18 @@ def load(
 
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
     """
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")

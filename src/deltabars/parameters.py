@@ -42,6 +42,11 @@ def last_layer(model: torch.nn.Module | None = None) -> LastLayer | list[str]:
     The last layer is the last module, in the order of registration, that holds parameters of its
     own; `fit` checks that it produces the model's outputs. With a model the names are returned, to
     look at them.
+
+    Example:
+        >>> import torch, deltabars
+        >>> deltabars.last_layer(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)))
+        ['1.weight', '1.bias']
     """
     return LastLayer() if model is None else LastLayer().names(model)
 

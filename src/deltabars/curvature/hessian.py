@@ -42,6 +42,17 @@ class HessianOperator(CurvatureOperator):
 
     Attributes:
         kept_bytes: the memory that is held from product to product.
+
+    Example:
+        >>> import torch, deltabars
+        >>> from deltabars.curvature import HessianOperator
+        >>> data = torch.eye(4), torch.arange(4)
+        >>> hessian = HessianOperator(deltabars.Problem(torch.nn.Linear(4, 4), data, l2=0.1))
+        >>> hessian.shape
+        (20, 20)
+        >>> vectors = torch.randn(2, 20)
+        >>> torch.allclose(hessian.matmat(vectors), vectors @ hessian.to_dense(), atol=1e-5)
+        True
     """
 
     def __init__(self, problem: Problem) -> None:

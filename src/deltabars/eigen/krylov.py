@@ -79,6 +79,13 @@ def lanczos(
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
     and two blocks, the result included); m²P operations for m steps.
+
+    Example:
+        >>> import torch
+        >>> from deltabars.eigen import lanczos
+        >>> pairs = lanczos(torch.arange(1.0, 101).double().diag(), rank=3)
+        >>> [round(float(value), 6) for value in pairs.values]
+        [100.0, 99.0, 98.0]
     """
     limits = _Limits(tolerance, max_products, max_vectors, growth)
     return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step)

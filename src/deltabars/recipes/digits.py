@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -83,3 +84,22 @@ def train_to_convergence(
     optimiser.zero_grad()
     model.to(kind).eval()
     return float(norm)
+
+
+def trained_digits(
+    seed: int = 0, steps: int = 100
+) -> tuple[Digits, nn.Module, tuple[Tensor, Tensor]]:
+    """The digits, their network after some steps of training, and what it was trained on.
+
+    The training is done once in a process; the network is a new one each time.
+    """
+    digits, model = load_digits(seed), digits_network(seed)
+    model.load_state_dict(_trained(seed, steps))
+    return digits, model.eval(), (digits.train_images, digits.train_labels)
+
+
+@cache
+def _trained(seed: int, steps: int) -> dict[str, Tensor]:
+    digits, model = load_digits(seed), digits_network(seed)
+    train_to_convergence(model, digits.train_images, digits.train_labels, L2, steps=steps)
+    return model.state_dict()
