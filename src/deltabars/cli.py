@@ -93,11 +93,9 @@ def _one_line(error: Exception) -> str:
         return message
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)]
-    place = (own or frames)[-1]
-    return (
-        f"{type(error).__name__}: {message or 'no message'} ({place.filename}, line "
-        f"{place.lineno}). --debug shows the traceback."
-    )
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    said = message or "no message"
+    return f"{type(error).__name__}: {said}{place}. --debug shows the traceback."
 
 
 def _is_library(filename: str) -> bool:

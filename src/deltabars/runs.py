@@ -102,18 +102,23 @@ class Run:
             "data": asdict(data.absolute()),
             "classes": classes,
         }
-        draft = folder.with_name(f"draft-{folder.name}")
+        draft, former = (
+            folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("draft", "former")
+        )
         try:
             draft.mkdir()
             fit.save(draft / _FIT)
             (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
             if folder.exists():
-                shutil.rmtree(folder)
+                os.replace(folder, former)
             os.replace(draft, folder)
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
         finally:
+            if former.exists() and not folder.exists():
+                os.replace(former, folder)
             shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(former, ignore_errors=True)
         return cls.open(folder)
 
     @classmethod
@@ -162,7 +167,7 @@ class Run:
             BadValueError: other classes than those of the training data.
         """
         if isinstance(data, str):
-            data = replace(self.data, spec=data, part=None, arguments={})
+            data = NamedData(data).prepared_as(self.data)
         source = (self.data if data is None else data).load()
         given, own = source.classes, self.classes
         if given is not None and own is not None and given != own:

@@ -14,9 +14,11 @@ import deltabars
 from deltabars.commands.lines import sayer
 from deltabars.commands.options import (
     DATA_HELP,
+    DEVICE_HELP,
     add_data,
     add_model,
     add_output,
+    compute_device,
     memory,
     named_data,
     named_model,
@@ -25,6 +27,7 @@ from deltabars.commands.python import Code, call, made, program
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
 from deltabars.runs import Run, check_new
+from deltabars.sources.checking import check_together
 
 _DESCRIPTION = """\
 Compute the eigenpairs that put error bars on a trained network's predictions, from the network and
@@ -41,8 +44,8 @@ examples:
 """
 _LAST_LAYER = "last-layer"
 _PLAIN = (
-    "estimator", "tolerance", "likelihood", "solver", "seed", "device", "memory_budget",
-    "batch_size", "residual_tolerance", "max_products", "smallest",
+    "estimator", "tolerance", "likelihood", "solver", "seed", "memory_budget", "batch_size",
+    "residual_tolerance", "max_products", "smallest",
 )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def register(commands: Any) -> None:
         help="default: auto",
     )
     add("--seed", type=int, metavar="N", help="of the start vectors (default: 0)")
-    add("--device", help="cpu, cuda, … (default: cpu)")
+    add("--device", help=DEVICE_HELP)
     add("--dtype", choices=("float32", "float64"), help="how precisely (default: as the model)")
     add(
         "--memory-budget",
@@ -117,11 +120,11 @@ def run(options: argparse.Namespace) -> None:
         arguments["dtype"] = getattr(torch, options.dtype)
     check_new(options.out.absolute(), options.overwrite)
     model, data = named_model(options), named_data(options)
-    say = sayer(options.quiet)
-    say(f"model: {model.spec}")
     network = model.load()
     source = data.load()
-    say(f"data: {data.spec}" + (f", {len(source):,} examples" if len(source) else ""))
+    check_together(network, source, data)
+    count = f", {len(source):,} examples" if len(source) else ""
+    sayer(options.quiet)(f"{model.spec} and {data.spec}{count}")
     started = time.perf_counter()
     fit = deltabars.fit(network, source.data, progress=not options.quiet, **arguments)
     seconds = time.perf_counter() - started
@@ -191,6 +194,7 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `deltabars.fit` that were given."""
     found: dict[str, Any] = {"l2": _l2(options.l2)}
+    found["device"] = str(compute_device(options.device))
     if options.rank is not None:
         found["rank"] = options.rank
     if options.params is not None:

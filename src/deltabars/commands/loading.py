@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from deltabars.commands.options import asked_of, is_data_named, named_data
+from deltabars.commands.options import asked_of, compute_device, is_data_named, named_data
 from deltabars.commands.predicting import arguments_for, open_run
 from deltabars.commands.python import Code, call, made
 
@@ -24,7 +24,7 @@ def fit_lines(options: argparse.Namespace, *imports: str) -> list[str]:
         *imports,
         f"\nrun = {call('Run.open', options.fitted)}",
         f"run = replace(run, model={model})" if other_model else "",
-        f"fit = {call('run.load_fit', device=options.device)}",
+        f"fit = {call('run.load_fit', device=str(compute_device(options.device)))}",
     ]
 
 

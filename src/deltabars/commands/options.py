@@ -8,12 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltabars.errors import BadValueError
 from deltabars.sources import NamedData, NamedModel
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
+DEVICE_HELP = "where to compute (default: cuda where there is one, else cpu)"
 DATA_HELP = """\
 MODEL is package.module:factory or path/to/file.py:factory: a Module, or a class or function that
 makes one. Naming it runs that code. Weights are read without running any.
@@ -67,7 +70,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN and what a loaded fit needs."""
     parser.add_argument("fitted", type=Path, metavar="RUN", help="what `deltabars fit --out` made")
     add_model(parser, required=False)
-    parser.add_argument("--device", help="where to compute (default: cpu)")
+    parser.add_argument("--device", help=DEVICE_HELP)
 
 
 def add_asked(parser: argparse.ArgumentParser) -> None:
@@ -114,11 +117,10 @@ def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> Na
         "std": None if options.std is None else tuple(options.std),
     }
     spec, part, arguments = options.data, options.part, options.data_args
-    if kept is not None:
-        given = {name: value or getattr(kept, name) for name, value in given.items()}
-        if spec is None:
-            spec, part, arguments = kept.spec, part or kept.part, arguments or kept.arguments
-    return NamedData(spec, part, arguments=arguments or {}, **given)
+    if kept is not None and spec is None:
+        spec, part, arguments = kept.spec, part or kept.part, arguments or kept.arguments
+    found = NamedData(spec, part, arguments=arguments or {}, **given)
+    return found if kept is None else found.prepared_as(kept)
 
 
 def is_data_named(options: argparse.Namespace) -> bool:
@@ -170,3 +172,18 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected bytes, such as 8GB or 500MiB, got {text!r}")
     base = 1024 if found[3] else 1000
     return int(float(found[1]) * base ** _POWERS[found[2].lower()])
+
+
+def compute_device(asked: str | None) -> torch.device:
+    """The device that was asked for; without one, cuda where there is one, else the CPU."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("another kind of device.")
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
+    return device

@@ -17,7 +17,7 @@ from deltabars.commands.options import (
     add_run,
     named_data,
 )
-from deltabars.commands.predicting import arguments_for, open_run, predict_and_keep
+from deltabars.commands.predicting import arguments_for, load_fit, open_run, predict_and_keep
 from deltabars.commands.python import Code, call, program
 from deltabars.runs import Kept
 from deltabars.tables import check_ending
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         check_can_write(options.out, "--out")
     found = open_run(options)
     data = named_data(options, found.data)
-    fit = found.load_fit(device=options.device, progress=not options.quiet)
+    fit = load_fit(found, options)
     source = found.load_data(data)
     sayer(options.quiet)(
         f"data: {data.spec}" + (f", {len(source):,} inputs" if len(source) else "")

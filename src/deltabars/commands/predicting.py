@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from deltabars.commands.lines import sayer
-from deltabars.commands.options import asked_of, is_data_named, named_data, named_model
+from deltabars.commands.options import (
+    asked_of,
+    compute_device,
+    is_data_named,
+    named_data,
+    named_model,
+)
 from deltabars.errors import DataError
 from deltabars.fitted import DeltaFit
 from deltabars.prediction import Prediction
@@ -29,6 +35,12 @@ def open_run(options: argparse.Namespace) -> Run:
     """The RUN that was named, with another model where one was given."""
     found = Run.open(options.fitted)
     return replace(found, model=named_model(options, found.model))
+
+
+def load_fit(found: Run, options: argparse.Namespace) -> DeltaFit:
+    """The fit of a RUN, on the device that was asked for."""
+    device = str(compute_device(options.device))
+    return found.load_fit(device=device, progress=not options.quiet)
 
 
 def arguments_for(options: argparse.Namespace, found: Run) -> dict[str, Any]:
@@ -55,7 +67,7 @@ def find_or_predict(options: argparse.Namespace, found: Run) -> Kept:
     if kept is not None:
         return kept
     sayer(options.quiet)(f"predicting {data.spec}")
-    fit = found.load_fit(device=options.device, progress=not options.quiet)
+    fit = load_fit(found, options)
     return predict_and_keep(found, fit, data, source, asked, options)[0]
 
 

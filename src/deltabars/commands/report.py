@@ -9,7 +9,7 @@ from typing import Any
 
 from deltabars.commands.loading import prediction_lines
 from deltabars.commands.options import DATA_HELP, add_asked, add_data, add_output, add_run
-from deltabars.commands.predicting import find_or_predict, open_run
+from deltabars.commands.predicting import find_or_predict, load_fit, open_run
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError
 from deltabars.writing import check_can_write
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
             f"--data: expected {kept.data.spec} as it was when it was predicted, got it changed. "
             f"Run deltabars predict {options.fitted} --data {kept.data.spec} again."
         )
-    fit = found.load_fit(device=options.device, progress=not options.quiet)
+    fit = load_fit(found, options)
     save_report(
         options.out,
         fit,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deltabars.commands.lines import sayer
+from deltabars.commands.options import compute_device
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         out=out,
         seed=options.seed,
         weights=None if options.weights is None else load_weights(options.weights, recipe),
-        device=_device(options.device),
+        device=compute_device(options.device),
         deterministic=not options.any_order,
         fresh=options.fresh,
         progress=not options.quiet,
@@ -114,7 +113,7 @@ def python(options: argparse.Namespace) -> str:
         "out": f"Path({str(_out(options))!r})",
         "seed": options.seed,
         "weights": weights,
-        "device": f"torch.device({str(_device(options.device))!r})",
+        "device": f"torch.device({str(compute_device(options.device))!r})",
         "deterministic": not options.any_order,
         "fresh": options.fresh,
         "progress": True,
@@ -157,17 +156,3 @@ def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
             raise BadValueError(f"--{name}: expected at most the {most} parameters, got {value}.")
         size = replace(size, **{key: value})
     return size
-
-
-def _device(asked: str | None) -> torch.device:
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(0, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("another kind of device.")
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
-    return device

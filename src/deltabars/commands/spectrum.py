@@ -13,7 +13,7 @@ import torch
 from deltabars.commands.fit import summary
 from deltabars.commands.loading import fit_lines
 from deltabars.commands.options import add_output, add_run
-from deltabars.commands.predicting import open_run
+from deltabars.commands.predicting import load_fit, open_run
 from deltabars.commands.python import program
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     if options.values is not None:
         check_ending(options.values, "--values")
         check_can_write(options.values, "--values")
-    fit = open_run(options).load_fit(device=options.device, progress=not options.quiet)
+    fit = load_fit(open_run(options), options)
     if options.out is not None:
         from deltabars.report.spectra import save_fit_spectra
 

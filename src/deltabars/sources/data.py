@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,15 @@ from deltabars.sources.pictures import Preparation
 from deltabars.sources.source import Source
 
 _DOWNLOADED = {"mnist": "*-idx3-ubyte*", "cifar10": "*_batch*.bin"}
+_IMAGES = ("folder", "npz", *_DOWNLOADED)
+# How pictures are prepared, and of which kinds of data.
+_APPLIES = {
+    "size": ("folder",),
+    "crop": ("folder",),
+    "gray": ("folder",),
+    "mean": _IMAGES,
+    "std": _IMAGES,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class NamedData:
         """
         preparation = Preparation(self.size, self.crop, self.gray, self.mean, self.std)
         path = Path(self.spec)
-        kind = self._kind(path)
+        kind = self._kind
         self._check_options(kind)
         if kind == "factory":
             return from_factory(self.spec, self.arguments)
@@ -60,9 +69,21 @@ class NamedData:
         """The same with whole paths, so that it holds in every folder."""
         is_path = Path(self.spec).exists() or not is_name(self.spec)
         spec = str(Path(self.spec).absolute()) if is_path else with_full_path(self.spec)
-        return NamedData(**{**vars(self), "spec": spec, "arguments": dict(self.arguments)})
+        return replace(self, spec=spec, arguments=dict(self.arguments))
 
-    def _kind(self, path: Path) -> str:
+    def prepared_as(self, other: NamedData) -> NamedData:
+        """These data, prepared as others are where nothing else is said and where it applies."""
+        kind = self._kind
+        given = {
+            name: getattr(self, name) or getattr(other, name)
+            for name, kinds in _APPLIES.items()
+            if kind in kinds
+        }
+        return replace(self, **given)
+
+    @property
+    def _kind(self) -> str:
+        path = Path(self.spec)
         if path.is_dir():
             for kind, pattern in _DOWNLOADED.items():
                 if any(path.glob(pattern)):
@@ -79,17 +100,12 @@ class NamedData:
         )
 
     def _check_options(self, kind: str) -> None:
-        normalised = ("folder", "npz", *_DOWNLOADED)
-        for name, given, kinds in (
-            ("--part", self.part is not None, tuple(_DOWNLOADED)),
-            ("--size", self.size is not None, ("folder",)),
-            ("--gray", self.gray, ("folder",)),
-            ("--mean", self.mean is not None, normalised),
-            ("--std", self.std is not None, normalised),
-            ("--data-args", bool(self.arguments), ("factory",)),
-        ):
-            if given and kind not in kinds:
+        for name, kinds in {
+            **_APPLIES, "part": tuple(_DOWNLOADED), "arguments": ("factory",)
+        }.items():  # fmt: skip
+            if getattr(self, name) and kind not in kinds:
+                option = {"arguments": "data-args"}.get(name, name)
                 raise BadValueError(
-                    f"{name}: expected data of the kind {' or '.join(kinds)} with it, got "
+                    f"--{option}: expected data of the kind {' or '.join(kinds)} with it, got "
                     f"{self.spec} ({kind})."
                 )
