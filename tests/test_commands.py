@@ -93,6 +93,26 @@ class TestFit:
         expected = workshop.fit(rank=4).spectra["opg"].values
         assert found["spectra"]["opg"]["largest"] == float(expected[0])
 
+    @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # of other pixels
+    def test_tables_lists_and_negative_numbers_in_a_config_file(self, workshop, tmp_path, capsys):
+        config = tmp_path / "fit.toml"
+        config.write_text(
+            'mean = [-0.5]\nstd = 2.0\nparams = ["3.*"]\nmodel_args = {width = 6}\n'
+            'overwrite = false\n[l2]\n"*" = 0.01\n"*.bias" = 0.02\n'
+        )
+        options = workshop.options
+        arguments = ("--config", config, "--device", "cpu", "--rank", 5, "--out", tmp_path / "run")
+        at = options.index("--l2")
+        found = result(capsys, "fit", *options[:at], *arguments)
+        assert found["l2"] == {"*": 0.01, "*.bias": 0.02}
+        assert found["parameters"] == 70
+        images = (workshop.train[0] + 0.5) / 2
+        fit = deltabars.fit(
+            workshop.model, (images, workshop.train[1]), l2={"*": 0.01, "*.bias": 0.02}, rank=5,
+            params=["3.*"], progress=False,
+        )  # fmt: skip
+        assert found["spectra"]["opg"]["last"] == float(fit.spectra["opg"].values[-1])
+
     def test_an_existing_run_is_replaced_only_when_asked(self, workshop, own_run, capsys):
         (own_run / "predictions").mkdir()
         (own_run / "predictions" / "old.npz").write_text("old")

@@ -85,6 +85,8 @@ def prepare(kind: str, workshop) -> None:
         Path("c.toml").write_text("gray = 1\n")
     elif kind == "own error":
         Path("net.py").write_text("def make():\n    values = [1]\n    return values[3]\n")
+    elif kind == "own end":
+        Path("net.py").write_text("import sys\nsys.exit(2)\n")
     elif kind == "own syntax":
         Path("net.py").write_text("def make(:\n")
     elif kind == "own import":
@@ -100,6 +102,7 @@ FIT = [
     ("", ("--model-args", '{"wide": 3}'), "TypeError: make() got an unexpected keyword"),
     ("own error", ("--model", "net.py:make"), "IndexError: list index out of range ("),
     ("own error", ("--model", "net.py:make"), "net.py, line 3). --debug"),
+    ("own end", ("--model", "net.py:make"), "net.py:make, which ends the program (exit code 2)"),
     ("own syntax", ("--model", "net.py:make"), "SyntaxError"),
     ("own import", ("--model", "net.py:make"), "No module named 'no_such_package'"),
     ("", ("--weights", "none.safetensors"), "none.safetensors, which does not exist"),

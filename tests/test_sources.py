@@ -98,11 +98,12 @@ class TestModels:
         assert torch.equal(again[0].weight, model[0].weight)
         assert again[1].weight is again[0].weight
 
-    def test_a_file_is_run_once_and_again_when_it_changes(self, tmp_path):
+    def test_a_file_is_run_once_and_again_when_it_changes(self, tmp_path, capsys):
         path = tmp_path / "net.py"
         path.write_text("from torch import nn\nprint('run')\nmake = nn.Linear(1, 1)\n")
         first, second = (NamedModel(f"{path}:make").load() for _ in range(2))
         assert first is second
+        assert tuple(capsys.readouterr()) == ("", "run\n")  # stdout is for results
         path.write_text("from torch import nn\nmake = nn.Linear(1, 22)\n")
         assert NamedModel(f"{path}:make").load().out_features == 22
 

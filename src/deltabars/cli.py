@@ -94,7 +94,7 @@ def _one_line(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    said = message or "no message"
+    said = message.rstrip(".") or "no message"
     return f"{type(error).__name__}: {said}{place}. --debug shows the traceback."
 
 

@@ -26,6 +26,7 @@ from deltabars.progress import Progress
 from deltabars.runs import Kept, Run
 from deltabars.sources import NamedData, Source
 from deltabars.tables import Columns, columns_of, write_table
+from deltabars.writing import check_parent
 
 MANY_CLASSES = 100
 FEW = "top5"
@@ -81,6 +82,7 @@ def predict_and_keep(
     out: Path | None = None,
 ) -> tuple[Kept, Path]:
     """Predict all inputs, write a table of them, and keep the result: that, and where it is."""
+    check_parent(found.path / "predictions", "RUN")
     into = _Predicted([], [], [])
     parts = _tables(
         fit, source, asked, into, batch_size=options.batch_size, progress=not options.quiet

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from deltabars.errors import DataError
 from deltabars.recipes.images import read_cifar10, read_mnist
 from deltabars.recipes.paper import CIFAR10, MNIST, read_arrays
-from deltabars.sources.names import find_object
+from deltabars.sources.names import find_object, user_code
 from deltabars.sources.pictures import Preparation
 from deltabars.sources.source import Picture, Source, fingerprint_of
 
@@ -86,7 +86,8 @@ def from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:
     found = find_object(spec, "--data")
     is_data = isinstance(found, DataLoader | torch.utils.data.Dataset | tuple)
     if not is_data and callable(found):
-        found = found(**arguments)
+        with user_code(spec, "--data"):
+            found = found(**arguments)
     elif arguments:
         raise DataError(f"--data-args: expected none for {spec}, which is no function.")
     if isinstance(found, Tensor):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deltabars.errors import ModelError
-from deltabars.sources.names import find_object, with_full_path
+from deltabars.sources.names import find_object, user_code, with_full_path
 
 _PICKLED = (".pt", ".pth")
 _INNER = ("state_dict", "model")  # where training scripts put the weights, beside other things
@@ -50,7 +50,8 @@ class NamedModel:
                     f"--model: expected a Module, or a class or function that makes one, got "
                     f"{self.spec}, which is a {type(made).__name__}."
                 )
-            made = made(**self.arguments)
+            with user_code(self.spec, "--model"):
+                made = made(**self.arguments)
         elif self.arguments:
             raise ModelError(
                 f"--model-args: expected none for {self.spec}, which is a Module already."

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,23 @@ def with_full_path(spec: str) -> str:
     return f"{Path(place).absolute()}:{what}" if place.endswith(".py") else spec
 
 
+@contextmanager
+def user_code(spec: str, option: str) -> Iterator[None]:
+    """Run code of the user's: what it prints goes to stderr, and it cannot end the program.
+
+    Raises:
+        BadValueError: it tried to.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        raise BadValueError(
+            f"{option}: expected code that can be imported, got {spec}, which ends the program "
+            f"(exit code {error.code}). Put what a script does under if __name__ == '__main__'."
+        ) from error
+
+
 def find_object(spec: str, option: str) -> Any:
     """The object of that name. This runs the module or the file, as importing it would.
 
@@ -44,7 +61,9 @@ def find_object(spec: str, option: str) -> Any:
             f"{option}: expected package.module:object or path/to/file.py:object, got {spec!r}."
         )
     place, _, what = spec.rpartition(":")
-    found: Any = _run_file(Path(place), option) if place.endswith(".py") else _find(place, option)
+    with user_code(spec, option):
+        is_file = place.endswith(".py")
+        found: Any = _run_file(Path(place), option) if is_file else _find(place, option)
     for part in what.split("."):
         if not hasattr(found, part):
             known = sorted(name for name in vars(found) if not name.startswith("_"))
