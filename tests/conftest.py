@@ -8,6 +8,7 @@ import torch
 
 from tests.networks import NETWORKS, Case, make_case
 from tests.scans import QUICK, Run, deltabars, write_scans
+from tests.workshop import Workshop, make_workshop
 
 # The networks are tiny: threads would only wait for one another, badly so on a busy machine.
 torch.set_num_threads(1)
@@ -31,6 +32,12 @@ def dense_case() -> Case:
 def scans(tmp_path_factory):
     """A folder of files in MNIST's format."""
     return write_scans(tmp_path_factory.mktemp("scans"))
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory) -> Workshop:
+    """A model file, weights, folders of pictures, and a RUN of them; not to be changed."""
+    return make_workshop(tmp_path_factory.mktemp("workshop"))
 
 
 @pytest.fixture(scope="session")

@@ -6,32 +6,100 @@ Exit codes: 0, it worked; 1, it failed, with one line on stderr that says why; 2
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TextIO
 
 import deltabars
-from deltabars.commands import bench, demo, reproduce
+from deltabars.commands import (
+    bench,
+    completion,
+    demo,
+    fit,
+    predict,
+    rank,
+    report,
+    reproduce,
+    spectrum,
+)
+from deltabars.commands.config import with_config
 from deltabars.errors import DeltaBarsError, DeltaBarsWarning
 
-_COMMANDS = (demo, reproduce, bench)
+_COMMANDS = (demo, fit, predict, rank, spectrum, report, reproduce, bench, completion)
+_LIBRARIES = tuple(
+    str(Path(path).resolve())
+    for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    parser, commands = make_parser()
     try:
+        options = parser.parse_args(with_config(given, commands))
+        debug = options.debug
+        if options.print_python:
+            print(options.python(options))
+            return 0
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             options.run(options)
-    except DeltaBarsError as error:
-        print(f"deltabars: {error}", file=sys.stderr)
-        return 1
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("deltabars: interrupted", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"deltabars: {_one_line(error)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of its commands by name."""
+    parser = argparse.ArgumentParser(
+        prog="deltabars",
+        description="Error bars for the predictions of trained PyTorch networks.",
+        epilog="`deltabars COMMAND --help` has examples.",
+    )
+    parser.add_argument("--version", action="version", version=deltabars.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.register(commands)
+    for of_command in commands.choices.values():
+        of_command.allow_abbrev = False  # a shortened --config would not be seen
+        add = of_command.add_argument
+        add("--config", metavar="FILE", help="options from a TOML file; those given here win")
+        add("--print-python", action="store_true", help="print the Python this stands for, and end")
+        add("--debug", action="store_true", help="the traceback of an error as well")
+    return parser, commands.choices
+
+
+def _one_line(error: Exception) -> str:
+    """An error in one line: our own as they are, others with the place in the user's code."""
+    message = " ".join(str(error).split())
+    if isinstance(error, DeltaBarsError):
+        return message
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    said = message.rstrip(".") or "no message"
+    return f"{type(error).__name__}: {said}{place}. --debug shows the traceback."
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<") or str(Path(filename).resolve()).startswith(_LIBRARIES)
 
 
 def _show_warning(
@@ -48,15 +116,3 @@ def _show_warning(
     if not ours:
         text = warnings.formatwarning(message, category, filename, lineno, line)
     print(text, end="", file=file or sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deltabars",
-        description="Error bars for the predictions of trained PyTorch networks.",
-    )
-    parser.add_argument("--version", action="version", version=deltabars.__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.register(commands)
-    return parser

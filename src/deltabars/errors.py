@@ -72,3 +72,7 @@ class SpectrumWarning(DeltaBarsWarning):
 
 class MemoryWarning(DeltaBarsWarning):
     """Memory ran out, and the computation goes on with fewer examples at a time."""
+
+
+class DataWarning(DeltaBarsWarning):
+    """The data can be used, but something in their folder was left out, or looks wrong."""

@@ -11,6 +11,7 @@ from deltabars.bench.runner import WORKS, run_bench, write_json
 from deltabars.bench.sizes import GPU, SMALL
 from deltabars.bench.sources import Sources
 from deltabars.commands.lines import sayer
+from deltabars.commands.python import program
 from deltabars.errors import DeltaBarsError
 
 _DESCRIPTION = """\
@@ -51,7 +52,7 @@ def register(commands: Any) -> None:
     add("--cache", type=Path, metavar="FOLDER", help="keep eigenpairs there, for later runs")
     add("--json", type=Path, metavar="FILE", help="write all numbers there too")
     add("--quiet", action="store_true", help="no progress")
-    bench.set_defaults(run=run)
+    bench.set_defaults(run=run, python=python)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -71,3 +72,23 @@ def run(options: argparse.Namespace) -> None:
     if options.json is not None:
         write_json(options.json, report)
         print(f"\nAll numbers: {options.json}")
+
+
+def python(options: argparse.Namespace) -> str:
+    """The Python that the command stands for."""
+    size = "GPU" if options.gpu else "SMALL"
+    paths = [
+        "None" if path is None else f"Path({str(path)!r})"
+        for path in (
+            options.mnist, options.weights, options.published, options.cache, options.cifar10
+        )
+    ]  # fmt: skip
+    return program(
+        "from pathlib import Path",
+        "from deltabars.bench.runner import run_bench, write_json",
+        f"from deltabars.bench.sizes import {size}",
+        "from deltabars.bench.sources import Sources",
+        f"\nsources = Sources({', '.join(paths)})",
+        f"report = run_bench({size}, sources, {options.only!r}, show=print, say=print)",
+        f"write_json(Path({str(options.json)!r}), report)" if options.json is not None else "",
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deltabars.commands.python import program
 from deltabars.errors import DeltaBarsError
 
 _PICTURES = (".png", ".pdf", ".svg")
@@ -31,7 +32,7 @@ def register(commands: Any) -> None:
         help="where the picture goes (default: %(default)s)",
     )
     demo.add_argument("--quiet", action="store_true", help="no progress")
-    demo.set_defaults(run=run)
+    demo.set_defaults(run=run, python=python)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -52,3 +53,13 @@ def run(options: argparse.Namespace) -> None:
     result = run_demo(options.out, progress=not options.quiet)
     print(describe(result))
     print(f"\nThe most and least certain test digits: {options.out}")
+
+
+def python(options: argparse.Namespace) -> str:
+    """The Python that the command stands for."""
+    return program(
+        "from pathlib import Path",
+        "from deltabars.recipes.demo import describe, run_demo",
+        f"\nresult = run_demo(Path({str(options.out)!r}))",
+        "print(describe(result))",
+    )

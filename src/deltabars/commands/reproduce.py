@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deltabars.commands.lines import sayer
+from deltabars.commands.options import compute_device
+from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
 from deltabars.reproduction.published import beside_published
@@ -67,7 +67,7 @@ def register(commands: Any) -> None:
     add("--any-order", action="store_true", help="do not insist on the same bits in every run")
     add("--fresh", action="store_true", help="throw kept stages away first")
     add("--quiet", action="store_true", help="no progress")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, python=python)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> None:
         raise BadValueError(
             f"--seed: expected a whole number from 0 to {_SEEDS - 1}, got {options.seed}."
         )
-    suffix = "-small" if options.small else ""
-    out = options.out or Path(f"reproduction-{recipe.name}{suffix}")
+    out = _out(options)
     if not options.data.is_dir():
         raise BadValueError(f"--data: expected a folder, got {options.data}, which is none.")
     chosen = Options(
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         out=out,
         seed=options.seed,
         weights=None if options.weights is None else load_weights(options.weights, recipe),
-        device=_device(options.device),
+        device=compute_device(options.device),
         deterministic=not options.any_order,
         fresh=options.fresh,
         progress=not options.quiet,
@@ -100,6 +99,41 @@ def run(options: argparse.Namespace) -> None:
     if options.small:
         print("\nThe paper's numbers are of the whole data set; a small run only shows the way.")
     print(f"\nAll numbers: {out / 'results.json'}; the figures are beside it.")
+
+
+def python(options: argparse.Namespace) -> str:
+    """The Python that the command stands for."""
+    recipe = RECIPES[options.experiment]
+    name = options.experiment.upper()
+    weights = "None"
+    if options.weights is not None:
+        weights = f"load_weights(Path({str(options.weights)!r}), {name})"
+    arguments = {
+        "data": f"Path({str(options.data)!r})",
+        "out": f"Path({str(_out(options))!r})",
+        "seed": options.seed,
+        "weights": weights,
+        "device": f"torch.device({str(compute_device(options.device))!r})",
+        "deterministic": not options.any_order,
+        "fresh": options.fresh,
+        "progress": True,
+    }
+    return program(
+        "from pathlib import Path",
+        "import torch",
+        f"from deltabars.recipes.paper import {name}, load_weights",
+        "from deltabars.reproduction.experiment import Options",
+        "from deltabars.reproduction.runner import reproduce",
+        "from deltabars.reproduction.settings import Size",
+        f"\nsize = {_size(options, recipe)!r}",
+        "options = " + call("Options", **{key: Code(value) for key, value in arguments.items()}),
+        f"results = reproduce({name}, size, options, print)",
+    )
+
+
+def _out(options: argparse.Namespace) -> Path:
+    suffix = "-small" if options.small else ""
+    return options.out or Path(f"reproduction-{options.experiment}{suffix}")
 
 
 def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
@@ -122,17 +156,3 @@ def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
             raise BadValueError(f"--{name}: expected at most the {most} parameters, got {value}.")
         size = replace(size, **{key: value})
     return size
-
-
-def _device(asked: str | None) -> torch.device:
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(0, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("another kind of device.")
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
-    return device

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from deltabars.fitted import DeltaFit
+
 _GAP = 0.16  # the drawn width of the gap, as a share of the two tails' together
 _DECADES = 1e-3  # magnitudes are drawn down to this share of λ: at a crossing they go to zero
 _LINE: dict[str, Any] = {"color": EIGENVALUE}
@@ -51,6 +53,17 @@ def save_spectra(
 ) -> None:
     """Draw spectra into an image file, as `draw_spectra` does."""
     save(draw_spectra(spectra, l2, num_parameters), path)
+
+
+def save_fit_spectra(path: str | os.PathLike[str], fit: DeltaFit) -> None:
+    """Draw the spectra of a fit, a panel a matrix, with the lower end where all of it is known."""
+    spectra = []
+    for name, pairs in fit.spectra.items():
+        # Of a part of the lower end it is not known which places its eigenvalues have.
+        whole = len(pairs) + len(pairs.smallest) == fit.num_parameters
+        lower = pairs.smallest.cpu()[: None if whole else 0]
+        spectra.append(Spectrum(name, [pairs.values.cpu()], [lower]))
+    save_spectra(path, spectra, fit.level, fit.num_parameters)
 
 
 @house_style()

@@ -32,7 +32,8 @@ from deltabars.recipes.paper import (
 from deltabars.recipes.stack import Stack
 from deltabars.recipes.training import train
 from deltabars.reproduction.settings import FURTHER, Size
-from deltabars.reproduction.stages import Arrays, Stages, write_whole
+from deltabars.reproduction.stages import Arrays, Stages
+from deltabars.writing import write_whole
 
 ESTIMATORS = ("hessian", "opg", "sandwich")
 PARTS = ("train", "test")

@@ -14,13 +14,13 @@ from deltabars.reproduction.determinism import same_bits
 from deltabars.reproduction.experiment import Experiment, Options
 from deltabars.reproduction.pictures import draw
 from deltabars.reproduction.settings import Size
-from deltabars.reproduction.stages import write_text
 from deltabars.reproduction.summary import (
     ensemble_results,
     foreign_results,
     main_results,
     spread_results,
 )
+from deltabars.writing import write_text
 
 _ROW_OF_NUMBERS = re.compile(r"\[[\d\s.,e+-]+\]")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 
 from deltabars.errors import BadValueError, StorageError
 from deltabars.recipes.paper import read_arrays
+from deltabars.writing import write_text, write_whole
 
 SECONDS = "seconds"
 _IDENTITY = "run.json"
@@ -84,24 +83,6 @@ class Stages:
         self.say(f"{name}: {float(arrays[SECONDS]):.1f} s")
         write_whole(path, lambda draft: np.savez_compressed(draft, **arrays))  # type: ignore[arg-type]
         return arrays
-
-
-def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_name(f"draft-{path.name}")
-    try:
-        writer(draft)
-        os.replace(draft, path)
-    except OSError as error:
-        raise StorageError(f"Cannot write {path}: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    write_whole(path, lambda draft: draft.write_text(text + "\n"))
 
 
 def _read_identity(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,232 @@
+"""`deltabars fit`: from a trained model and its data to a RUN folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deltabars
+from deltabars.commands.lines import sayer
+from deltabars.commands.options import (
+    DATA_HELP,
+    DEVICE_HELP,
+    add_data,
+    add_model,
+    add_output,
+    compute_device,
+    memory,
+    named_data,
+    named_model,
+)
+from deltabars.commands.python import Code, call, made, program
+from deltabars.errors import BadValueError
+from deltabars.fitted import DeltaFit
+from deltabars.runs import Run, check_new
+from deltabars.sources.checking import check_together
+
+_DESCRIPTION = """\
+Compute the eigenpairs that put error bars on a trained network's predictions, from the network and
+the data that it was trained on, and keep them in a new folder RUN for `deltabars predict`, `rank`,
+`spectrum` and `report`.
+
+"""
+_EPILOG = """\
+examples:
+  deltabars fit --model net.py:Net --weights net.safetensors --data train/ --l2 0.01 --out run
+  deltabars fit --model net.py:Net --weights net.pt --data train/ --size 64 --mean 0.5 --std 0.25 \\
+      --l2 1e-4 --estimator ggn --rank auto --tolerance 0.1 --out run
+  deltabars fit --config fit.toml --out run      # fit.toml: model = "net.py:Net", l2 = 0.01, …
+"""
+_LAST_LAYER = "last-layer"
+_PLAIN = (
+    "estimator", "tolerance", "likelihood", "solver", "seed", "memory_budget", "batch_size",
+    "residual_tolerance", "max_products", "smallest",
+)  # fmt: skip
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "fit",
+        help="fit error bars to a trained network",
+        description=_DESCRIPTION + DATA_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser, required=True)
+    add_data(parser, required=True)
+    add = parser.add_argument_group("the fit").add_argument
+    add(
+        "--l2",
+        required=True,
+        nargs="+",
+        metavar="λ",
+        help="of the training's cost: its weight_decay; or PATTERN=λ …",
+    )
+    add("--estimator", choices=("opg", "hessian", "sandwich", "ggn"), help="default: opg")
+    add("--rank", type=_rank, metavar="K", help="how many eigenpairs, or auto (default: 100)")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="of --rank auto: score_error / score at most (default: 0.05)",
+    )
+    add(
+        "--likelihood",
+        choices=("categorical", "bernoulli", "gaussian"),
+        help="default: categorical",
+    )
+    add(
+        "--params",
+        nargs="+",
+        metavar="PATTERN",
+        help=f"the parameters that count, by name; or {_LAST_LAYER} (default: all)",
+    )
+    add(
+        "--solver",
+        choices=("auto", "krylov", "dense", "arpack", "incremental"),
+        help="default: auto",
+    )
+    add("--seed", type=int, metavar="N", help="of the start vectors (default: 0)")
+    add("--device", help=DEVICE_HELP)
+    add("--dtype", choices=("float32", "float64"), help="how precisely (default: as the model)")
+    add(
+        "--memory-budget",
+        type=memory,
+        metavar="BYTES",
+        help="such as 8GB (default: half of what is free)",
+    )
+    add("--batch-size", type=int, metavar="N", help="examples worked on at a time")
+    add("--residual-tolerance", type=float, metavar="X", help="of the eigenpairs")
+    add("--max-products", type=int, metavar="N", help="passes over the data a matrix at the most")
+    add("--smallest", type=int, metavar="N", help="eigenvalues of the Hessian's lower end as well")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace a RUN that is there")
+    add_output(parser)
+    parser.set_defaults(run=run, python=python)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Fit, write the RUN, and say what was found."""
+    arguments = _arguments(options)
+    if arguments.get("params") == Code("deltabars.last_layer()"):
+        arguments["params"] = deltabars.last_layer()
+    if "dtype" in arguments:
+        arguments["dtype"] = getattr(torch, options.dtype)
+    check_new(options.out.absolute(), options.overwrite)
+    model, data = named_model(options), named_data(options)
+    network = model.load()
+    source = data.load()
+    check_together(network, source, data)
+    count = f", {len(source):,} examples" if len(source) else ""
+    sayer(options.quiet)(f"{model.spec} and {data.spec}{count}")
+    started = time.perf_counter()
+    fit = deltabars.fit(network, source.data, progress=not options.quiet, **arguments)
+    seconds = time.perf_counter() - started
+    kept = Run.create(options.out, fit, model, data, source.classes, overwrite=options.overwrite)
+    if options.json:
+        print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
+        return
+    print(fit)
+    print(f"\nRUN: {options.out} ({seconds:.1f} s). What next:")
+    print(f"  deltabars predict {options.out} --data DATA    error bars of other data")
+    print(f"  deltabars rank {options.out}                   the training examples to look at")
+
+
+def python(options: argparse.Namespace) -> str:
+    """The Python that the command stands for."""
+    arguments = _arguments(options)
+    if "dtype" in arguments:
+        arguments["dtype"] = Code(f"torch.{options.dtype}")
+    overwrite = options.overwrite or None
+    return program(
+        "import torch" if "dtype" in arguments else "",
+        "import deltabars",
+        "from deltabars.runs import Run",
+        "from deltabars.sources import NamedData, NamedModel",
+        f"\nmodel = {made(named_model(options))}",
+        f"data = {made(named_data(options))}",
+        "source = data.load()",
+        "fit = " + call("deltabars.fit", Code("model.load()"), Code("source.data"), **arguments),
+        call(
+            "Run.create",
+            options.out,
+            Code("fit"),
+            Code("model"),
+            Code("data"),
+            Code("source.classes"),
+            overwrite=overwrite,
+        ),
+        "print(fit)",
+    )
+
+
+def summary(fit: DeltaFit) -> dict[str, Any]:
+    """What a fit found, for JSON."""
+    l2 = fit.l2 if isinstance(fit.l2, float | int) else dict(fit.l2)
+    return {
+        "estimator": fit.estimator,
+        "examples": fit.num_examples,
+        "parameters": fit.num_parameters,
+        "outputs": fit.num_outputs,
+        "rank": fit.rank,
+        "l2": l2,
+        "level": fit.level,
+        "effective_parameters": fit.effective_parameters,
+        "effective_parameters_interval": list(fit.effective_parameters_interval),
+        "relative_gradient": fit.diagnostics["relative_gradient"],
+        "spectra": {
+            name: {
+                "largest": float(pairs.values[0]),
+                "last": float(pairs.values[-1]),
+                "largest_residual": float(pairs.residuals.max()),
+            }
+            for name, pairs in fit.spectra.items()
+        },
+    }
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `deltabars.fit` that were given."""
+    found: dict[str, Any] = {"l2": _l2(options.l2)}
+    found["device"] = str(compute_device(options.device))
+    if options.rank is not None:
+        found["rank"] = options.rank
+    if options.params is not None:
+        is_last = options.params == [_LAST_LAYER]
+        found["params"] = Code("deltabars.last_layer()") if is_last else options.params
+    for name in _PLAIN:
+        if getattr(options, name) is not None:
+            found[name] = getattr(options, name)
+    if options.dtype is not None:
+        found["dtype"] = options.dtype
+    return found
+
+
+def _l2(given: list[str]) -> float | dict[str, float]:
+    """One λ, or λs by pattern."""
+    try:
+        if len(given) == 1 and "=" not in given[0]:
+            return float(given[0])
+        pairs = [text.rpartition("=") for text in given]
+        if not all(pattern for pattern, _, _ in pairs):
+            raise ValueError("a λ without a pattern")
+        return {pattern: float(number) for pattern, _, number in pairs}
+    except ValueError as error:
+        raise BadValueError(
+            f"--l2: expected a number, or PATTERN=NUMBER …, got {' '.join(given)!r}."
+        ) from error
+
+
+def _rank(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number or auto, got {text!r}"
+        ) from error

@@ -1,0 +1,189 @@
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltabars.errors import BadValueError
+from deltabars.sources import NamedData, NamedModel
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+DEVICE_HELP = "where to compute (default: cuda where there is one, else cpu)"
+DATA_HELP = """\
+MODEL is package.module:factory or path/to/file.py:factory: a Module, or a class or function that
+makes one. Naming it runs that code. Weights are read without running any.
+
+DATA is one of
+  a folder of pictures        sub-folders are the classes, in sorted order; or no sub-folders
+  FILE.npz                    arrays inputs (or images, x) and targets (or labels, y)
+  a folder of MNIST's idx files, or of CIFAR-10's binary batches (with --part)
+  module:factory, file.py:factory    that gives a Dataset, a DataLoader or a pair of tensors
+Pictures are RGB (--gray: one channel), pixels from 0 to 1, channels first.
+"""
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """--model, --weights, --model-args."""
+    note = "" if required else " (default: as it was fitted)"
+    add = parser.add_argument_group("the model").add_argument
+    add(
+        "--model",
+        required=required,
+        metavar="MODEL",
+        help=f"module:factory or file.py:factory{note}",
+    )
+    add("--weights", metavar="FILE", help=f".safetensors, or a state dict in .pt or .pth{note}")
+    add("--model-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
+
+
+def add_data(parser: argparse.ArgumentParser, *, required: bool, default: str = "") -> None:
+    """--data and how pictures are prepared."""
+    group = parser.add_argument_group(
+        "the data", None if default == "" else "How pictures are prepared is kept from the fit."
+    )
+    add = group.add_argument
+    add("--data", required=required, metavar="DATA", help=f"a folder, .npz or factory{default}")
+    add("--data-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
+    add("--part", choices=("train", "test"), help="of MNIST and CIFAR-10 (default: train)")
+    add(
+        "--size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="height and width to resize to, or both in one",
+    )
+    add("--crop", action="store_true", help="with --size: cut the middle out, do not squeeze")
+    add("--gray", action="store_true", help="one channel")
+    add("--mean", type=float, nargs="+", metavar="X", help="of the channels, to subtract")
+    add("--std", type=float, nargs="+", metavar="X", help="of the channels, to divide by")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN and what a loaded fit needs."""
+    parser.add_argument("fitted", type=Path, metavar="RUN", help="what `deltabars fit --out` made")
+    add_model(parser, required=False)
+    parser.add_argument("--device", help=DEVICE_HELP)
+
+
+def add_asked(parser: argparse.ArgumentParser) -> None:
+    """What is asked of a prediction."""
+    add = parser.add_argument_group("the prediction").add_argument
+    add("--estimator", choices=("hessian", "opg", "sandwich", "ggn"), help="default: the fit's own")
+    add("--rank", type=int, metavar="K", help="use the first eigenpairs only (default: all)")
+    add("--low-rank", action="store_true", help="the K pairs alone, without the rest of the space")
+    add(
+        "--classes",
+        nargs="+",
+        metavar="CLASS",
+        help="top5 or the like, or class numbers (default: all, or top5 of more than 100)",
+    )
+    add("--batch-size", type=int, metavar="N", help="inputs worked on at a time")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--json and --quiet."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def named_model(options: argparse.Namespace, kept: NamedModel | None = None) -> NamedModel:
+    """The model that was named, or the one that was kept, with what was given instead."""
+    spec = options.model if kept is None else options.model or kept.spec
+    weights = options.weights if kept is None else options.weights or kept.weights
+    arguments = options.model_args
+    if arguments is None:
+        arguments = {} if kept is None else kept.arguments
+    return NamedModel(spec, weights, arguments)
+
+
+def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> NamedData:
+    """The data that were named; pictures are prepared as `kept` says, unless options say else."""
+    size = options.size
+    if size is not None and len(size) > 2:
+        raise BadValueError(f"--size: expected one or two whole numbers, got {len(size)}.")
+    given: dict[str, Any] = {
+        "size": None if size is None else (size[0], size[-1]),
+        "crop": options.crop,
+        "gray": options.gray,
+        "mean": None if options.mean is None else tuple(options.mean),
+        "std": None if options.std is None else tuple(options.std),
+    }
+    spec, part, arguments = options.data, options.part, options.data_args
+    if kept is not None and spec is None:
+        spec, part, arguments = kept.spec, part or kept.part, arguments or kept.arguments
+    found = NamedData(spec, part, arguments=arguments or {}, **given)
+    return found if kept is None else found.prepared_as(kept)
+
+
+def is_data_named(options: argparse.Namespace) -> bool:
+    """Whether any option says which data are meant."""
+    names = ("data", "data_args", "part", "size", "crop", "gray", "mean", "std")
+    return any(getattr(options, name) for name in names)
+
+
+def asked_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `predict` that were given."""
+    found: dict[str, Any] = {}
+    if options.estimator is not None:
+        found["estimator"] = options.estimator
+    if options.rank is not None:
+        found["rank"] = options.rank
+    if options.low_rank:
+        found["full_rank"] = False
+    if options.classes is not None:
+        found["classes"] = _classes(options.classes)
+    return found
+
+
+def _classes(given: list[str]) -> str | list[int]:
+    if len(given) == 1 and not given[0].isdecimal():
+        return given[0]
+    try:
+        return [int(text) for text in given]
+    except ValueError as error:
+        raise BadValueError(
+            f"--classes: expected top5 or the like, or class numbers, got {' '.join(given)}."
+        ) from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Keyword arguments in JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return found
+
+
+def memory(text: str) -> int:
+    """A number of bytes: 8000000000, 8GB, 500MiB."""
+    found = _MEMORY.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected bytes, such as 8GB or 500MiB, got {text!r}")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** _POWERS[found[2].lower()])
+
+
+def compute_device(asked: str | None) -> torch.device:
+    """The device that was asked for; without one, cuda where there is one, else the CPU."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("another kind of device.")
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
+    return device

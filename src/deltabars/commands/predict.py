@@ -1,0 +1,123 @@
+"""`deltabars predict`: error bars of other data, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from deltabars.commands.lines import sayer
+from deltabars.commands.loading import prediction_lines
+from deltabars.commands.options import (
+    DATA_HELP,
+    add_asked,
+    add_data,
+    add_output,
+    add_run,
+    named_data,
+)
+from deltabars.commands.predicting import arguments_for, load_fit, open_run, predict_and_keep
+from deltabars.commands.python import Code, call, program
+from deltabars.runs import Kept
+from deltabars.tables import check_ending
+from deltabars.writing import check_can_write
+
+_DESCRIPTION = """\
+Put error bars on the predictions of other data with a fit. Writes one row an input: its name, the
+target where it is known, the predicted class and its probability, the score and its own error,
+mutual information and entropy, and mean, std and std_error of every class. The predictions are kept
+in RUN/predictions, for `deltabars rank` and `deltabars report`.
+
+"""
+_EPILOG = """\
+examples:
+  deltabars predict run --data test/ --out test.csv
+  deltabars predict run --data scans.npz --out scans.parquet --estimator opg
+  deltabars predict run --data photos/ --out photos.jsonl --classes top5
+"""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "predict",
+        help="predictions with error bars, as a table",
+        description=_DESCRIPTION + DATA_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_run(parser)
+    add_data(parser, required=True, default=" to predict")
+    add_asked(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help=".csv, .jsonl or .parquet")
+    add_output(parser)
+    parser.set_defaults(run=run, python=python)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Predict, write the table, and say what was found."""
+    if options.out is not None:
+        check_ending(options.out)
+        check_can_write(options.out, "--out")
+    found = open_run(options)
+    data = named_data(options, found.data)
+    fit = load_fit(found, options)
+    source = found.load_data(data)
+    sayer(options.quiet)(
+        f"data: {data.spec}" + (f", {len(source):,} inputs" if len(source) else "")
+    )
+    asked = arguments_for(options, found)
+    kept, path = predict_and_keep(found, fit, data, source, asked, options, options.out)
+    result = {
+        **summary(kept),
+        "out": None if options.out is None else str(options.out),
+        "predictions": str(path),
+    }
+    if options.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):22}{_text(value)}")
+    print(f"\nThe inputs to look at first: deltabars rank {options.fitted}")
+    print(f"A page to look through:      deltabars report {options.fitted} --out report.html")
+
+
+def python(options: argparse.Namespace) -> str:
+    """The Python that the command stands for."""
+    wanted = "from deltabars.tables import columns_of, write_table"
+    parts = Code("[columns_of(prediction, names, targets, source.classes)]")
+    return program(
+        *prediction_lines(options, wanted if options.out else ""),
+        "print(prediction)",
+        call("write_table", options.out, parts) if options.out else "",
+    )
+
+
+def summary(kept: Kept) -> dict[str, Any]:
+    """What the predictions show, for JSON."""
+    prediction, targets = kept.prediction, kept.targets
+    found: dict[str, Any] = {
+        "inputs": len(prediction),
+        "mean_score": float(prediction.score.mean()),
+        "mean_score_error": float(prediction.score_error.mean()),
+    }
+    labels = prediction.label
+    if (
+        targets is not None
+        and labels is not None
+        and labels.shape == targets.shape == (len(prediction),)
+    ):
+        right = labels == targets
+        found["accuracy"] = float(right.double().mean())
+        for name, rows in (("right", right), ("wrong", ~right)):
+            mean = float(prediction.score[rows].mean()) if bool(rows.any()) else None
+            found[f"mean_score_{name}"] = mean
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

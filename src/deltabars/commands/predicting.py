@@ -1,0 +1,146 @@
+"""Predictions with the fit of a RUN: made in batches, kept, and found again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.commands.lines import sayer
+from deltabars.commands.options import (
+    asked_of,
+    compute_device,
+    is_data_named,
+    named_data,
+    named_model,
+)
+from deltabars.errors import DataError
+from deltabars.fitted import DeltaFit
+from deltabars.prediction import Prediction
+from deltabars.progress import Progress
+from deltabars.runs import Kept, Run
+from deltabars.sources import NamedData, Source
+from deltabars.tables import Columns, columns_of, write_table
+from deltabars.writing import check_parent
+
+MANY_CLASSES = 100
+FEW = "top5"
+
+
+def open_run(options: argparse.Namespace) -> Run:
+    """The RUN that was named, with another model where one was given."""
+    found = Run.open(options.fitted)
+    return replace(found, model=named_model(options, found.model))
+
+
+def load_fit(found: Run, options: argparse.Namespace) -> DeltaFit:
+    """The fit of a RUN, on the device that was asked for."""
+    device = str(compute_device(options.device))
+    return found.load_fit(device=device, progress=not options.quiet)
+
+
+def arguments_for(options: argparse.Namespace, found: Run) -> dict[str, Any]:
+    """The arguments of `predict`: a few classes where there are many and none was asked for."""
+    asked = asked_of(options)
+    if "classes" not in asked and found.num_outputs > MANY_CLASSES:
+        asked["classes"] = FEW
+    return asked
+
+
+def find_or_predict(options: argparse.Namespace, found: Run) -> Kept:
+    """The prediction that a command is about.
+
+    Of the data that were named; else of those that were predicted last; else of the training data.
+    It is computed, and kept, where it is not there yet.
+    """
+    latest = None if options.data is not None else found.latest()
+    if latest is not None and not is_data_named(options) and not asked_of(options):
+        return latest
+    data = named_data(options, found.data if latest is None else latest.data)
+    source = found.load_data(data)
+    asked = arguments_for(options, found)
+    kept = found.find(data, about(asked, source))
+    if kept is not None:
+        return kept
+    sayer(options.quiet)(f"predicting {data.spec}")
+    fit = load_fit(found, options)
+    return predict_and_keep(found, fit, data, source, asked, options)[0]
+
+
+def predict_and_keep(
+    found: Run,
+    fit: DeltaFit,
+    data: NamedData,
+    source: Source,
+    asked: dict[str, Any],
+    options: argparse.Namespace,
+    out: Path | None = None,
+) -> tuple[Kept, Path]:
+    """Predict all inputs, write a table of them, and keep the result: that, and where it is."""
+    check_parent(found.path / "predictions", "RUN")
+    into = _Predicted([], [], [])
+    parts = _tables(
+        fit, source, asked, into, batch_size=options.batch_size, progress=not options.quiet
+    )
+    if out is not None:
+        write_table(out, parts)
+    else:
+        for _ in parts:
+            pass
+    kept = into.kept(data, about(asked, source))
+    return kept, found.keep(kept)
+
+
+def about(asked: dict[str, Any], source: Source) -> dict[str, Any]:
+    """What tells a kept prediction from others, beside the names of the data."""
+    return {"asked": asked, "fingerprint": source.fingerprint}
+
+
+@dataclass
+class _Predicted:
+    """The parts of a prediction, as they come."""
+
+    parts: list[Prediction]
+    names: list[str]
+    targets: list[Tensor]
+
+    def kept(self, data: NamedData, asked: dict[str, Any]) -> Kept:
+        """All parts as one."""
+        targets = torch.cat(self.targets) if self.targets else None
+        prediction = Prediction.concatenate(self.parts)
+        return Kept(prediction, tuple(self.names), targets, data, asked)
+
+
+def _tables(
+    fit: DeltaFit,
+    source: Source,
+    asked: dict[str, Any],
+    into: _Predicted,
+    *,
+    batch_size: int | None,
+    progress: bool,
+) -> Iterator[Columns]:
+    """Predict a batch at a time: the table of each, while its prediction goes `into` the rest.
+
+    Raises:
+        DataError: there are no inputs.
+    """
+    quiet = replace(fit, progress=False)
+    with Progress("Predicting", len(source) or None, "input", progress) as bar:
+        for batch in source.batches(fit.signature):
+            part = quiet.predict(batch.inputs, batch_size=batch_size, **asked).to("cpu")
+            done = len(into.names)
+            names = [source.name(done + k) for k in range(len(part))]
+            into.parts.append(part)
+            into.names += names
+            if batch.targets is not None:
+                into.targets.append(batch.targets)
+            yield columns_of(part, names, batch.targets, source.classes)
+            bar.show(len(into.names))
+    if not into.names:
+        raise DataError("--data: expected at least one input, got none.")

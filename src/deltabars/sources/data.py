@@ -1,0 +1,111 @@
+"""Data by name: a folder, an .npz file, downloaded files, or a factory of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from deltabars.errors import BadValueError, DataError
+from deltabars.sources.arrays import from_factory, read_downloaded, read_npz
+from deltabars.sources.folders import read_folder
+from deltabars.sources.names import is_name, with_full_path
+from deltabars.sources.pictures import Preparation
+from deltabars.sources.source import Source
+
+_DOWNLOADED = {"mnist": "*-idx3-ubyte*", "cifar10": "*_batch*.bin"}
+_IMAGES = ("folder", "npz", *_DOWNLOADED)
+# How pictures are prepared, and of which kinds of data.
+_APPLIES = {
+    "size": ("folder",),
+    "crop": ("folder",),
+    "gray": ("folder",),
+    "mean": _IMAGES,
+    "std": _IMAGES,
+}
+
+
+@dataclass(frozen=True)
+class NamedData:
+    """Data as they are named on a command line.
+
+    Attributes:
+        spec: a folder of pictures, an `.npz` file, a folder of MNIST's idx files or of CIFAR-10's
+            binary batches, or `package.module:factory` or `path/to/file.py:factory`.
+        part: `"train"` or `"test"`, of MNIST and CIFAR-10; the former by default.
+        size, crop, gray, mean, std: as for `Preparation`.
+        arguments: keyword arguments of the factory.
+    """
+
+    spec: str
+    part: str | None = None
+    size: tuple[int, int] | None = None
+    crop: bool = False
+    gray: bool = False
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Source:
+        """The data; a folder of pictures is read as it is needed.
+
+        Raises:
+            BadValueError, DataError: there are no such data, or an option does not apply to them.
+        """
+        preparation = Preparation(self.size, self.crop, self.gray, self.mean, self.std)
+        path = Path(self.spec)
+        kind = self._kind
+        self._check_options(kind)
+        if kind == "factory":
+            return from_factory(self.spec, self.arguments)
+        if kind == "npz":
+            return read_npz(path, preparation)
+        if kind == "folder":
+            return read_folder(path, preparation)
+        return read_downloaded(path, kind, self.part or "train", preparation)
+
+    def absolute(self) -> NamedData:
+        """The same with whole paths, so that it holds in every folder."""
+        is_path = Path(self.spec).exists() or not is_name(self.spec)
+        spec = str(Path(self.spec).absolute()) if is_path else with_full_path(self.spec)
+        return replace(self, spec=spec, arguments=dict(self.arguments))
+
+    def prepared_as(self, other: NamedData) -> NamedData:
+        """These data, prepared as others are where nothing else is said and where it applies."""
+        kind = self._kind
+        given = {
+            name: getattr(self, name) or getattr(other, name)
+            for name, kinds in _APPLIES.items()
+            if kind in kinds
+        }
+        return replace(self, **given)
+
+    @property
+    def _kind(self) -> str:
+        path = Path(self.spec)
+        if path.is_dir():
+            for kind, pattern in _DOWNLOADED.items():
+                if any(path.glob(pattern)):
+                    return kind
+            return "folder"
+        if path.suffix == ".npz":
+            return "npz"
+        if is_name(self.spec):
+            return "factory"
+        found = "is a file of another kind" if path.exists() else "does not exist"
+        raise DataError(
+            f"--data: expected a folder, an .npz file, module:factory or file.py:factory, got "
+            f"{self.spec}, which {found}."
+        )
+
+    def _check_options(self, kind: str) -> None:
+        for name, kinds in {
+            **_APPLIES, "part": tuple(_DOWNLOADED), "arguments": ("factory",)
+        }.items():  # fmt: skip
+            if getattr(self, name) and kind not in kinds:
+                option = {"arguments": "data-args"}.get(name, name)
+                raise BadValueError(
+                    f"--{option}: expected data of the kind {' or '.join(kinds)} with it, got "
+                    f"{self.spec} ({kind})."
+                )

@@ -1,0 +1,109 @@
+"""Source: data to fit or to predict, with the names of its inputs and classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltabars.batches import LABELS, Batch, iterate, unlabelled
+from deltabars.errors import DataError
+from deltabars.inputs import Inputs, Signature, leaves, map_leaves
+
+Picture = Callable[[int], np.ndarray]
+
+_READ_SIZE = 1024  # inputs, where they do not come in batches
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Data, and what is known of them.
+
+    Attributes:
+        data: what `fit` and `predict` take: tensors, a Dataset or a DataLoader.
+        dataset: the same with access by number, a Dataset or tensors of inputs; None where there
+            are only passes.
+        classes: the names of the classes, or None.
+        names: of the inputs, such as files; None where they only have numbers.
+        targets: where they are known without reading the inputs.
+        picture: the picture (H, W) or (H, W, 3) of an input by its number, uint8; or None.
+        fingerprint: of the data; None where it is not known without reading them.
+        ordered: whether every pass has the same order.
+    """
+
+    data: Any
+    dataset: Any = None
+    classes: tuple[str, ...] | None = None
+    names: tuple[str, ...] | None = None
+    targets: Tensor | None = None
+    picture: Picture | None = None
+    fingerprint: str | None = None
+    ordered: bool = True
+
+    def __len__(self) -> int:
+        """How many inputs there are; 0 where that is not known without reading them."""
+        data = self.data[0] if isinstance(self.data, tuple) else self.data
+        if isinstance(data, torch.utils.data.DataLoader):
+            data = data.dataset
+        return len(data) if hasattr(data, "__len__") else 0
+
+    def batches(self, signature: Signature) -> Any:
+        """One pass in batches: inputs, and targets (or None) that belong to them.
+
+        Args:
+            signature: of the inputs that the network was fitted with, which tells targets apart.
+        """
+        if not self.ordered:
+            raise DataError(
+                "--data: expected inputs in the same order on every pass, got a DataLoader that "
+                "shuffles. Return one with shuffle=False."
+            )
+        for raw in iterate(self.data, _READ_SIZE):
+            yield Batch(unlabelled(raw, signature).inputs, _targets(raw, signature))
+
+    def inputs(self, signature: Signature) -> Any:
+        """All inputs with access by number: the dataset, or one pass kept in memory."""
+        if self.dataset is not None:
+            return self.dataset
+        parts = [batch.inputs for batch in self.batches(signature)]
+        return _joined(parts)
+
+    def name(self, number: int) -> str:
+        """The name of an input, or its number."""
+        return str(number) if self.names is None else self.names[number]
+
+
+def fingerprint_of(*parts: Any) -> str:
+    """A digest of tensors, bytes and texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{tuple(part.shape)}:{part.dtype};".encode())
+            digest.update(np.ascontiguousarray(part.detach().cpu().numpy()).data)
+        else:
+            digest.update(part if isinstance(part, bytes) else str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _targets(raw: Any, signature: Signature) -> Tensor | None:
+    """The targets of a raw batch, where it has them."""
+    found = None
+    if isinstance(raw, Mapping):
+        found = raw.get(LABELS)
+    elif isinstance(raw, tuple | list) and (
+        len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
+    ):
+        found = raw[-1]
+    return found if isinstance(found, Tensor) else None
+
+
+def _joined(parts: list[Inputs]) -> Inputs:
+    columns = zip(*(leaves(part) for part in parts), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return map_leaves(lambda _: next(joined), parts[0])

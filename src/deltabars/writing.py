@@ -1,0 +1,56 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from deltabars.errors import StorageError
+
+
+def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all: to a draft beside it, which then takes its place.
+
+    Args:
+        path: the file.
+        writer: writes to the path that it is given, which ends as `path` does.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    draft = path.with_name(f"draft-{path.name}")
+    try:
+        writer(draft)
+        os.replace(draft, path)
+    except OSError as error:
+        raise StorageError(f"Cannot write {path}: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_whole(path, lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
+
+
+def check_can_write(path: Path, option: str) -> None:
+    """Refuse at once what could not be written at the end.
+
+    Raises:
+        StorageError: the folder does not exist or cannot be written to, or the path is a folder.
+    """
+    if path.is_dir():
+        raise StorageError(f"{option}: expected the name of a file, got the folder {path}.")
+    check_parent(path, option)
+
+
+def check_parent(path: Path, option: str) -> None:
+    """Refuse a path in a folder that does not exist or that cannot be written to."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise StorageError(f"{option}: expected a folder that exists, got {folder}.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{option}: expected a folder that can be written to, got {folder}.")

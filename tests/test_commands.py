@@ -1,0 +1,259 @@
+"""fit, predict, rank and spectrum beside the Python interface, to the last digit."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+
+import deltabars
+from deltabars.cli import main
+from deltabars.ranking import ranked
+from deltabars.runs import Run
+from tests.workshop import L2, RANK, TEST, contents
+
+
+@pytest.fixture
+def own_run(workshop, tmp_path):
+    """A copy of the RUN, without predictions."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("fit.deltabars", "run.json"):
+        shutil.copy(workshop.run / name, run)
+    return run
+
+
+def result(capsys, *arguments: object) -> dict:
+    """The JSON object that a command prints."""
+    assert main([*map(str, arguments), "--json", "--quiet"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def executed(tmp_path, monkeypatch):
+    """A function: what the printed Python of a command prints when it is run in `tmp_path`."""
+
+    def execute(*arguments: object) -> str:
+        monkeypatch.chdir(tmp_path)
+        python, printed = StringIO(), StringIO()
+        with redirect_stdout(python):
+            assert main([*map(str, arguments), "--print-python"]) == 0
+        with redirect_stdout(printed):
+            exec(compile(python.getvalue(), "printed", "exec"), {"__name__": "__main__"})
+        return printed.getvalue()
+
+    return execute
+
+
+class TestFit:
+    def test_the_fit_is_that_of_the_python_interface(self, workshop):
+        found = Run.open(workshop.run).load_fit()
+        expected = workshop.fit()
+        assert torch.equal(found.spectra["opg"].values, expected.spectra["opg"].values)
+        assert torch.equal(found.spectra["opg"].vectors, expected.spectra["opg"].vectors)
+        assert found.num_examples == len(workshop.train[0])
+
+    def test_run_json_says_how_everything_is_named(self, workshop):
+        about = json.loads((workshop.run / "run.json").read_text())
+        assert about["model"]["weights"] == str(workshop.folder / "net.safetensors")
+        assert about["data"]["gray"] is True
+        assert about["classes"] == [f"digit {k}" for k in range(10)]
+        assert about["data_fingerprint"] == workshop.fit().diagnostics["data_fingerprint"]
+
+    def test_options_reach_the_fit(self, workshop, tmp_path, capsys):
+        options = [*workshop.options, "--estimator", "ggn", "--rank", "5", "--params", "last-layer"]
+        options += ["--solver", "dense", "--dtype", "float64", "--memory-budget", "2GB"]
+        options += ["--l2", "*=0.01", "*.bias=0.001"]
+        found = result(capsys, "fit", *options, "--out", tmp_path / "run")
+        fit = workshop.fit(
+            estimator="ggn", rank=5, params=deltabars.last_layer(), solver="dense",
+            dtype=torch.float64, memory_budget=2 * 10**9, l2={"*": 0.01, "*.bias": 0.001},
+        )  # fmt: skip
+        assert found["l2"] == {"*": 0.01, "*.bias": 0.001}
+        assert found["parameters"] == fit.num_parameters == 70
+        assert found["spectra"]["ggn"]["last"] == float(fit.spectra["ggn"].values[-1])
+        assert found["effective_parameters"] == fit.effective_parameters
+
+    def test_a_config_file_and_the_command_line_which_wins(self, workshop, tmp_path, capsys):
+        folder = workshop.folder
+        config = tmp_path / "fit.toml"
+        config.write_text(
+            f'model = "{folder / "net.py"}:Net"\nweights = "{folder / "net.pt"}"\ngray = true\n'
+            f'data = "{folder / "train"}"\nrank = 7\nl2 = {L2}\nmemory_budget = "1GB"\n'
+            '[predict]\nestimator = "hessian"\n[fit]\nquiet = true\n'
+        )
+        found = result(capsys, "fit", "--config", config, "--rank", 4, "--out", tmp_path / "run")
+        assert found["rank"] == 4
+        expected = workshop.fit(rank=4).spectra["opg"].values
+        assert found["spectra"]["opg"]["largest"] == float(expected[0])
+
+    @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # of other pixels
+    def test_tables_lists_and_negative_numbers_in_a_config_file(self, workshop, tmp_path, capsys):
+        config = tmp_path / "fit.toml"
+        config.write_text(
+            'mean = [-0.5]\nstd = 2.0\nparams = ["3.*"]\nmodel_args = {width = 6}\n'
+            'overwrite = false\n[l2]\n"*" = 0.01\n"*.bias" = 0.02\n'
+        )
+        options = workshop.options
+        arguments = ("--config", config, "--device", "cpu", "--rank", 5, "--out", tmp_path / "run")
+        at = options.index("--l2")
+        found = result(capsys, "fit", *options[:at], *arguments)
+        assert found["l2"] == {"*": 0.01, "*.bias": 0.02}
+        assert found["parameters"] == 70
+        images = (workshop.train[0] + 0.5) / 2
+        fit = deltabars.fit(
+            workshop.model, (images, workshop.train[1]), l2={"*": 0.01, "*.bias": 0.02}, rank=5,
+            params=["3.*"], progress=False,
+        )  # fmt: skip
+        assert found["spectra"]["opg"]["last"] == float(fit.spectra["opg"].values[-1])
+
+    def test_an_existing_run_is_replaced_only_when_asked(self, workshop, own_run, capsys):
+        (own_run / "predictions").mkdir()
+        (own_run / "predictions" / "old.npz").write_text("old")
+        again = ("fit", *workshop.options, "--out", own_run, "--rank", 3)
+        before = contents(own_run.parent)
+        assert main([*map(str, again)]) == 1
+        assert "--overwrite" in capsys.readouterr().err
+        assert contents(own_run.parent) == before
+        assert result(capsys, *again, "--overwrite")["rank"] == 3
+        assert contents(own_run.parent) == {"run", "run/fit.deltabars", "run/run.json"}
+
+    def test_the_printed_python_makes_the_same_run(self, workshop, tmp_path, executed):
+        executed("fit", *workshop.options, "--out", "run")
+        spectra = [
+            Run.open(run).load_fit().spectra["opg"] for run in (tmp_path / "run", workshop.run)
+        ]
+        assert torch.equal(spectra[0].values, spectra[1].values)
+        assert torch.equal(spectra[0].vectors, spectra[1].vectors)
+        assert json.loads((tmp_path / "run/run.json").read_text()) == json.loads(
+            (workshop.run / "run.json").read_text()
+        )
+
+
+class TestPredict:
+    def test_the_table_is_that_of_the_python_interface(self, workshop, own_run, tmp_path, capsys):
+        out = tmp_path / "test.csv"
+        found = result(capsys, "predict", own_run, "--data", workshop.folder / "test", "--out", out)
+        prediction = workshop.fit().predict(workshop.test[0])
+        with out.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == TEST == found["inputs"]
+        for column, values in (
+            ("score", prediction.score),
+            ("score_error", prediction.score_error),
+            ("mutual_information", prediction.mutual_information),
+            ("entropy", prediction.entropy),
+            ("probability", prediction.mean.amax(1)),
+            ("mean_digit 3", prediction.mean[:, 3]),
+            ("std_digit 7", prediction.std[:, 7]),
+            ("std_error_digit 0", prediction.std_error[:, 0]),
+        ):
+            written = np.array([row[column] for row in rows], dtype=np.float32)
+            assert np.array_equal(written, values.numpy()), column
+        assert [int(row["label"]) for row in rows] == prediction.label.tolist()
+        assert [int(row["target"]) for row in rows] == workshop.test[1].tolist()
+        assert rows[0]["input"].startswith("digit 0/")
+        assert rows[0]["target_name"] == "digit 0"
+        right = prediction.label == workshop.test[1]
+        assert found["accuracy"] == float(right.double().mean())
+        assert found["mean_score_wrong"] == float(prediction.score[~right].mean())
+        assert not list(tmp_path.rglob("*draft*"))
+
+    def test_data_without_classes_and_arrays_give_the_same_scores(self, workshop, own_run, capsys):
+        sources = [workshop.folder / name for name in ("test", "flat", "test.npz")]
+        found = [
+            result(capsys, "predict", own_run, "--data", source)["mean_score"] for source in sources
+        ]
+        assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-6)  # other orders of sums
+
+    def test_some_classes_only(self, workshop, own_run, tmp_path, capsys):
+        out = tmp_path / "top.jsonl"
+        test = workshop.folder / "test"
+        options = ("--classes", "top2", "--rank", 9, "--low-rank", "--out", out)
+        result(capsys, "predict", own_run, "--data", test, *options)
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        expected = workshop.fit().predict(workshop.test[0], classes="top2", rank=9, full_rank=False)
+        assert [row["score"] for row in rows] == pytest.approx(expected.score.tolist(), rel=1e-7)
+        assert rows[0]["class_1"] == f"digit {int(expected.classes[0, 1])}"
+        assert "mean_2" not in rows[0]
+
+    def test_the_printed_python_writes_the_same_table(self, workshop, own_run, tmp_path, executed):
+        arguments = ("predict", own_run, "--data", workshop.folder / "test", "--rank", 12)
+        assert main([*map(str, arguments), "--out", str(tmp_path / "a.csv"), "--quiet"]) == 0
+        executed(*arguments, "--out", "b.csv")
+        assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+class TestRank:
+    def test_rows_are_in_the_order_of_the_python_interface(self, workshop, own_run, capsys):
+        data = ("--data", workshop.folder / "test")
+        prediction, targets = workshop.fit().predict(workshop.test[0]), workshop.test[1]
+        for options, arguments in (
+            ((), {}),
+            (("--by", "target"), {"by": "target"}),
+            (("--wrong", "--most-certain"), {"wrong": True, "most_certain": True}),
+            (("--per-class", "--by", "entropy"), {"per_class": True, "by": "entropy"}),
+        ):
+            found = result(capsys, "rank", own_run, *data, *options, "--count", 4)
+            places = ranked(prediction, 4, targets=targets, **arguments)
+            scores = [row["score"] for row in found["rows"]]
+            assert scores == pytest.approx(prediction.score[places].tolist(), rel=1e-6), options
+        assert len(found["rows"]) > 4
+
+    def test_without_data_it_is_what_was_predicted_last(self, workshop, own_run, capsys):
+        assert result(capsys, "rank", own_run)["data"] == str(workshop.folder / "train")
+        result(capsys, "predict", own_run, "--data", workshop.folder / "test")
+        assert result(capsys, "rank", own_run)["inputs"] == TEST
+
+    def test_kept_predictions_are_used_until_the_data_change(
+        self, workshop, own_run, capsys, tmp_path
+    ):
+        data = tmp_path / "pictures"
+        shutil.copytree(workshop.folder / "flat", data)
+        first = result(capsys, "rank", own_run, "--data", data, "--count", 1)
+        kept = next((own_run / "predictions").iterdir())
+        state = kept.stat().st_mtime_ns
+        assert result(capsys, "rank", own_run, "--data", data, "--count", 1) == first
+        assert kept.stat().st_mtime_ns == state
+        (data / first["rows"][0]["input"]).unlink()
+        assert result(capsys, "rank", own_run, "--data", data)["inputs"] == TEST - 1
+
+    def test_a_table_to_read(self, workshop, own_run, capsys):
+        data = ("--data", str(workshop.folder / "test"))
+        assert main(["rank", str(own_run), *data, "--count", "3", "--quiet"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 5
+        assert "probability ± std" in lines[1]
+        assert all(".png" in line and "±" in line for line in lines[2:])
+
+    def test_the_printed_python_prints_the_same_names(self, workshop, own_run, capsys, executed):
+        arguments = ("rank", own_run, "--data", workshop.folder / "test", "--count", 5)
+        names = [row["input"] for row in result(capsys, *arguments)["rows"]]
+        printed = executed(*arguments)
+        assert [line.rsplit(" ", 1)[0] for line in printed.splitlines()] == names
+
+
+class TestSpectrum:
+    def test_values_figure_and_numbers(self, workshop, tmp_path, capsys):
+        figure, values = tmp_path / "s.png", tmp_path / "v.csv"
+        found = result(capsys, "spectrum", workshop.run, "--out", figure, "--values", values)
+        pairs = workshop.fit().spectra["opg"]
+        assert found["values"]["opg"] == pairs.values.tolist()
+        rows = values.read_text().splitlines()
+        assert rows[0] == "matrix,index,value,residual"
+        assert [float(row.split(",")[2]) for row in rows[1:]] == pairs.values.tolist()
+        assert figure.read_bytes().startswith(b"\x89PNG")
+        assert contents(tmp_path) == {"s.png", "v.csv"}
+
+    def test_text(self, workshop, capsys):
+        assert main(["spectrum", str(workshop.run)]) == 0
+        text = capsys.readouterr().out
+        low, high = workshop.fit().effective_parameters_interval
+        assert f"eigenpairs K          {RANK}" in text
+        assert f"between {low:.1f} and {high:.1f}" in text

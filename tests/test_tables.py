@@ -1,0 +1,170 @@
+"""Predictions as tables in three formats, and the inputs to look at first."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+import deltabars
+from deltabars.errors import BadValueError, StorageError
+from deltabars.ranking import ranked
+from deltabars.tables import columns_of, plain_rows, write_table
+
+# The networks are not trained: tables only copy their numbers.
+pytestmark = pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+NAMES = [f"picture, “{k}”\nof two lines" for k in range(10)]
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 5, generator=generator)
+    targets = torch.arange(40) % 3
+    model = torch.nn.Linear(5, 3)
+    fit = deltabars.fit(model, (inputs, targets), l2=1.0, rank=18, progress=False)
+    return fit.predict(inputs[:10])
+
+
+def parts(prediction, targets=None, classes=None):
+    """A table in two parts."""
+    for rows in (slice(0, 6), slice(6, 10)):
+        given = None if targets is None else targets[rows]
+        yield columns_of(prediction[rows], NAMES[rows], given, classes)
+
+
+def read(path):
+    """Rows of a file, by another library where there is one."""
+    if path.suffix == ".csv":
+        return pandas.read_csv(path).to_dict("records")
+    if path.suffix == ".parquet":
+        return pandas.read_parquet(path).to_dict("records")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_every_format_has_every_number(ending, prediction, tmp_path):
+    path = tmp_path / f"table.{ending}"
+    targets = torch.arange(10) % 3
+    write_table(path, parts(prediction, targets, ("a", "b", "c")))
+    rows = read(path)
+    assert [row["input"] for row in rows] == NAMES
+    assert [row["target_name"] for row in rows] == [
+        "a",
+        "b",
+        "c",
+        "a",
+        "b",
+        "c",
+        "a",
+        "b",
+        "c",
+        "a",
+    ]
+    assert [row["right"] for row in rows] == (targets == prediction.label).tolist()
+    for column, values in (
+        ("score", prediction.score),
+        ("mean_b", prediction.mean[:, 1]),
+        ("std_error_c", prediction.std_error[:, 2]),
+    ):
+        found = np.array([row[column] for row in rows], dtype=np.float32)
+        assert np.array_equal(found, values.detach().numpy()), column
+    assert [path.name for path in tmp_path.iterdir()] == [f"table.{ending}"]
+
+
+def test_what_is_not_finite_is_null_in_json(prediction, tmp_path):
+    odd = replace(prediction, score=torch.full((10,), math.inf))
+    write_table(tmp_path / "a.jsonl", parts(odd))
+    assert {row["score"] for row in read(tmp_path / "a.jsonl")} == {None}
+    write_table(tmp_path / "a.csv", parts(odd))
+    with (tmp_path / "a.csv").open(newline="") as file:
+        assert {row["score"] for row in csv.DictReader(file)} == {"inf"}
+
+
+def test_a_failure_on_the_way_leaves_nothing(prediction, tmp_path):
+    def broken():
+        yield from list(parts(prediction))[:1]
+        raise RuntimeError("in the middle")
+
+    for ending in ("csv", "jsonl", "parquet"):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            write_table(tmp_path / f"a.{ending}", broken())
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BadValueError, match=r"\.csv, \.jsonl, \.parquet"):
+        write_table(tmp_path / "a.txt", [])
+    with pytest.raises(StorageError, match="Cannot write"):
+        write_table(tmp_path / "no" / "a.csv", parts(prediction))
+
+
+def test_some_classes(prediction):
+    some = replace(
+        prediction,
+        **{name: getattr(prediction, name)[:, :1] for name in ("mean", "std", "std_error")},
+        moderated=None,
+        classes=torch.full((10, 1), 2),
+    )
+    rows = plain_rows(columns_of(some, NAMES))
+    for row, label in zip(rows, prediction.label.tolist(), strict=True):
+        assert row["class_0"] == 2
+        assert (row["probability"] is None) == (label != 2)
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+def test_several_outputs_have_a_column_each(likelihood):
+    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, :2] > 0).float()
+    fit = deltabars.fit(
+        torch.nn.Linear(4, 2), (inputs, targets), l2=1.0, likelihood=likelihood, rank=10,
+        progress=False,
+    )  # fmt: skip
+    rows = plain_rows(columns_of(fit.predict(inputs), [str(k) for k in range(30)], targets))
+    assert rows[3]["target_1"] == float(targets[3, 1])
+    assert ("label_0" in rows[0]) == (likelihood == "bernoulli")
+    assert ("total_std_1" in rows[0]) == (likelihood == "gaussian")
+    assert "probability" not in rows[0]
+
+
+class TestRanked:
+    def test_orders(self, prediction):
+        targets = (prediction.label + torch.arange(10) % 2) % 3  # every other one is wrong
+        rows = torch.arange(10)
+        expected = {
+            "score": -prediction.score,
+            "entropy": -prediction.entropy,
+            "mutual_information": -prediction.mutual_information,
+            "probability": prediction.mean.amax(1),
+            "target": prediction.mean[rows, targets],
+        }
+        for by, values in expected.items():
+            order = values.argsort()
+            assert torch.equal(ranked(prediction, 10, by=by, targets=targets), order), by
+            least = ranked(prediction, 3, by=by, targets=targets, most_certain=True)
+            assert torch.equal(least, order.flip(0)[:3]), by
+
+    def test_wrong_and_per_class(self, prediction):
+        targets = (prediction.label + torch.arange(10) % 2) % 3
+        wrong = ranked(prediction, 99, targets=targets, wrong=True)
+        assert set(wrong.tolist()) == {1, 3, 5, 7, 9}
+        each = ranked(prediction, 1, per_class=True)
+        labels = prediction.label[each]
+        assert labels.tolist() == prediction.label.unique().tolist()
+        for place, label in zip(each.tolist(), labels.tolist(), strict=True):
+            rows = prediction.label == label
+            assert float(prediction.score[place]) == float(prediction.score[rows].max())
+
+    def test_refused(self, prediction):
+        for arguments, said in (
+            ({"by": "taste"}, "by: expected one of"),
+            ({"by": "target"}, "class numbers as targets"),
+            ({"wrong": True}, "data with targets"),
+        ):
+            with pytest.raises(BadValueError, match=said):
+                ranked(prediction, 3, **arguments)
+        with pytest.raises(BadValueError, match="a prediction with entropy"):
+            ranked(replace(prediction, entropy=None), 3, by="entropy")
