@@ -55,6 +55,7 @@ def assemble(
         "shelves": [vars(shelf) for shelf in shelves],
         "plots": plots,
     }
+    known = subject.targets is not None
     count = f"{len(subject):,} input{'' if len(subject) == 1 else 's'}"
     parts = {
         "title": escape(title),
@@ -67,7 +68,7 @@ def assemble(
         "uncertainty_summary": escape(plots["uncertainty"]["summary"]),
         "ranking_id": "risk" if risk else "scores",
         "ranking_title": "Risk against coverage" if risk else "Scores",
-        "ranking_about": _RISK if risk else _SCORES,
+        "ranking_about": _RISK if risk else _SCORES + ("" if known else _UNKNOWN),
         "ranking_summary": escape(plots["risk" if risk else "scores"]["summary"]),
         "gallery_hidden": "" if shelves else "hidden",
         "gallery_about": _gallery_about(subject, shelves),
@@ -87,9 +88,10 @@ _RISK = (
     "falls quickly towards the left. Each curve orders the inputs by another number."
 )
 _SCORES = (
-    "How many inputs have which score. Without targets the page cannot say which predictions are "
-    "wrong; the right end of this histogram is where to look."
+    "How many inputs have which score. Those at the right end of this histogram are the ones to look "
+    "at first."
 )
+_UNKNOWN = " The targets were not given, so the page cannot say which predictions are wrong."
 
 
 def _part(name: str) -> str:
@@ -113,16 +115,19 @@ def _colours() -> dict[str, str]:
 
 
 def _fact(fact: Fact) -> str:
+    name = escape(fact.name).replace("λ_K", "λ<sub>K</sub>")
     return (
-        f'<div class="fact"><dt>{escape(fact.name)}</dt><dd><strong>{escape(fact.value)}</strong>'
+        f'<div class="fact"><dt>{name}</dt><dd><strong>{escape(fact.value)}</strong>'
         f"<span>{escape(fact.note)}</span></dd></div>"
     )
 
 
 def _notices(found: Sequence[Notice]) -> str:
     if not found:
-        return '<p class="notice fine"><strong>No warnings.</strong> The fit is near an optimum, its '
-        'eigenpairs have converged, and the bound of the scores is narrow.</p>'
+        return (
+            '<p class="notice fine"><strong>No warnings.</strong> The fit is near an optimum, its '
+            "eigenpairs have converged, and the bound of the scores is narrow.</p>"
+        )
     return "\n".join(
         f'<p class="notice {"grave" if notice.grave else "mild"}">'
         f"<strong>{'Warning: ' if notice.grave else 'Note: '}{escape(notice.title)}</strong> "
@@ -137,10 +142,11 @@ def _uncertainty_title(subject: Subject) -> str:
 
 def _gallery_about(subject: Subject, shelves: Sequence[Shelf]) -> str:
     text = "The inputs with the lowest and the highest scores of each predicted class."
-    missing = len(set(subject.prediction.label.tolist())) - len(shelves) if shelves and (
-        subject.prediction.label is not None
-    ) else 0
-    return text + (f" {missing:,} classes that were predicted less often are left out." if missing else "")
+    if subject.prediction.label is None or not shelves:
+        return text
+    missing = len(subject.prediction.label.unique()) - len(shelves)
+    more = f" {missing:,} classes that were predicted less often are left out." if missing else ""
+    return text + more
 
 
 def _rows_about(subject: Subject, shown: int) -> str:

@@ -20,8 +20,8 @@ const detail = {
     const { row, list } = detail;
     const place = list.indexOf(row);
     byId("detail-title").textContent = rows.name[row];
-    byId("detail-place").textContent =
-      `${(place + 1).toLocaleString("en")} of ${list.length.toLocaleString("en")}; arrow keys go to the previous and the next.`;
+    byId("detail-place").replaceChildren(`${(place + 1).toLocaleString("en")} of ${list.length.toLocaleString("en")}`,
+      element("span", { class: "keys" }, "; arrow keys go to the previous and the next"));
     byId("previous").disabled = place <= 0;
     byId("next").disabled = place === list.length - 1;
     byId("detail-side").replaceChildren(...[picture(row), facts(row)].filter(Boolean));
@@ -87,14 +87,20 @@ const outputsOf = (row) => rows.outputs.mean[row].map((mean, place) => ({
 function inWords(row) {
   const first = [...outputsOf(row)].sort((a, b) => b.mean - a.mean).slice(0, 3);
   return first.map((one) => `${one.name}: ${number(one.mean)} ± ${number(one.std)}`).join("; ")
-    + ". Thin bars reach to the most that an error bar can be with all eigenpairs.";
+    + ". Thin bars reach to the most that an error bar can be with all eigenpairs."
+    + (rows.outputs.truth ? " Diamonds are the targets." : "");
 }
 
 function settledInWords(row) {
   const { ranks, score } = rows.settled;
   const last = ranks.length - 1;
-  return `From ${number(score[row][0])} at K = ${ranks[0]} to ${number(score[row][last])} at K = ${ranks[last]}. The band holds the exact value.`;
+  const cut = settledTop(row) < Math.max(...rows.settled.high[row]) ? " and is cut off at the top" : "";
+  return `From ${number(score[row][0])} at K = ${ranks[0]} to ${number(score[row][last])} at K = ${ranks[last]}. The band holds the exact value${cut}.`;
 }
+
+// The band of the first K's would flatten the rest: it may run out of the top.
+const settledTop = (row) =>
+  Math.min(Math.max(...rows.settled.high[row]), 2.5 * Math.max(...rows.settled.score[row])) || 1;
 
 function bars() {
   const outputs = outputsOf(detail.row);
@@ -130,7 +136,9 @@ function settling() {
     { x: ranks, y: score[row], name: "score", mode: "lines+markers", line: { color: colour("third"), width: 2.5 },
       hovertemplate: "K = %{x}: %{y:.4f}<extra></extra>" },
   ];
-  return { traces, layout: layout(axis("eigenpairs K", { type: "log" }), axis("score", { rangemode: "tozero" })) };
+  const few = ranks.filter((k, place) => place === ranks.length - 1 || (place % 2 === 0 && place < ranks.length - 2));
+  const x = axis("eigenpairs K", { type: "log", tickvals: few, ticktext: few.map(String) });
+  return { traces, layout: layout(x, axis("score", { range: [0, 1.05 * settledTop(row)] })) };
 }
 
 function numbers(row) {

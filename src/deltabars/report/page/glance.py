@@ -164,10 +164,15 @@ def _of_the_bars(subject: Subject) -> list[Notice]:
     found = []
     bound = _mean_bound(subject)
     if bound > _WIDE:
+        other = (
+            ""
+            if subject.fit.estimator == "opg"
+            else ", or with estimator='opg', whose bound narrows first"
+        )
         text = (
             f"With K = {subject.fit.rank:,} a score is known to ± {percent(bound)} on average. Fit "
-            "with a larger rank (or rank='auto'), or with estimator='opg', whose bound narrows "
-            "first, before comparing inputs whose intervals overlap."
+            f"with a larger rank (or rank='auto'){other}, before comparing inputs whose intervals "
+            "overlap."
         )
         found.append(Notice("The bound of the scores is wide.", text, True))
     large = int((subject.prediction.std > _LARGE_STD).any(1).sum())

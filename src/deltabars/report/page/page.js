@@ -23,7 +23,7 @@ function number(value) {
   return value.toExponential(1);
 }
 
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
 const className = (label) => data.classes[label];
 const outputName = (row, place) =>
   data.classes[rows.outputs.which ? rows.outputs.which[row][place] : place];

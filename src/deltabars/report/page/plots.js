@@ -10,7 +10,7 @@ const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStar
 
 function axis(title, more = {}) {
   return {
-    title: { text: title, standoff: 10 }, gridcolor: colour("grid"), linecolor: colour("line"),
+    title: { text: title, standoff: 10, font: { size: 12.5 } }, gridcolor: colour("grid"), linecolor: colour("line"),
     zerolinecolor: colour("line"), automargin: true, fixedrange: true, ...more,
   };
 }
@@ -53,7 +53,6 @@ const styles = () => [
 function spectrum() {
   const plot = data.plots.spectrum;
   const traces = [];
-  const several = plot.matrices.length > 1;
   plot.matrices.forEach((matrix, place) => {
     const { color, dash } = styles()[place];
     const count = matrix.values.length;
@@ -70,12 +69,12 @@ function spectrum() {
       traces.push({ ...tail, x: [...ends, ends[1], ends[0]], y: [low, low, high, high],
         mode: "lines", fill: "toself", fillcolor: faded(color, 0.18) });
       traces.push({ ...tail, x: ends, y: [middle, middle], mode: "lines",
-        line: { color, width: 1.5, dash: "dot" }, showlegend: true,
-        name: several ? `closed tail of ${name}` : "closed tail", hoverinfo: "y" });
+        line: { color, width: 1.5, dash: "dot" }, showlegend: place === 0,
+        name: "closed tail", legendgroup: "tail", hoverinfo: "y" });
     }
     if (matrix.smallest) {
       traces.push({ x: matrix.smallest.map((_, k) => plot.parameters - k), y: matrix.smallest,
-        name: `smallest of ${name} (magnitude)`, mode: "markers", legendgroup: name,
+        name: `smallest of ${name}, magnitude`, mode: "markers", legendgroup: name,
         marker: { color, symbol: "circle-open", size: 5 } });
     }
   });
@@ -104,7 +103,7 @@ function uncertainty() {
   for (const curve of plot.curves) {
     const wrong = curve.kind === "wrong";
     traces.push({ x: curve.x, y: curve.y, mode: "lines", hoverinfo: "skip",
-      name: curve.kind === "all" ? "average" : `average of ${curve.name} ones`,
+      showlegend: false,
       line: { color: colour(wrong ? "wrong" : "right"), width: 3, dash: wrong ? "dash" : "solid" } });
   }
   return { traces, layout: layout(axis(plot.axis), axis("std (error bar)", { rangemode: "tozero" })) };
@@ -115,15 +114,18 @@ function risk() {
   const traces = plot.curves.map((curve, place) => {
     const ideal = curve.key === "ideal";
     const style = ideal ? { color: colour("quiet"), dash: "dashdot" } : styles()[place];
-    return { x: curve.coverage, y: curve.risk, name: ideal ? "best possible" : `by ${curve.name}`,
+    return { x: curve.coverage, y: curve.risk, name: ideal ? curve.name : `by ${curve.name}`,
       mode: "lines", line: { ...style, width: ideal ? 1.5 : 2.5 },
       hovertemplate: "coverage %{x:.0%}: %{y:.2%} wrong<extra></extra>" };
   });
-  traces.push({ x: [0, 1], y: [plot.rate, plot.rate], name: "without an order", mode: "lines",
-    hoverinfo: "y", line: { color: colour("quiet"), width: 1, dash: "dot" } });
+  traces.push({ x: [0, 1], y: [plot.rate, plot.rate], name: "no order", mode: "lines",
+    hoverinfo: "y", showlegend: false, line: { color: colour("quiet"), width: 1, dash: "dot" } });
   const share = { tickformat: ".0%", rangemode: "tozero" };
   const many = { ...share, tickformat: ".1~%" };
-  return { traces, layout: layout(axis("coverage: share of inputs answered", share), axis("risk: share of answers wrong", many)) };
+  const annotations = [{ x: 0.02, y: plot.rate, text: "in no order", showarrow: false, xanchor: "left",
+    yanchor: "top", font: { color: colour("quiet") } }];
+  const frame = layout(axis("coverage: share of inputs answered", share), axis("risk: share of answers wrong", many));
+  return { traces, layout: { ...frame, annotations } };
 }
 
 function scores() {
@@ -132,7 +134,11 @@ function scores() {
   const traces = [{ type: "bar", x: middles, y: counts, width: counts.map((_, i) => edges[i + 1] - edges[i]),
     marker: { color: colour("right"), line: { color: colour("card"), width: 1 } },
     hovertemplate: "score about %{x:.3g}: %{y} inputs<extra></extra>" }];
-  const frame = layout(axis("score", { ...logTicks, dtick: "D2" }), axis("inputs"));
+  const decade = Math.floor(Math.log10(edges[0]));
+  const ticks = [0, 1, 2, 3, 4].flatMap((up) => [1, 2, 5].map((first) => Number(`${first}e${decade + up}`)))
+    .filter((tick) => tick >= edges[0] && tick <= edges[edges.length - 1]);
+  const x = axis("score", { type: "log", tickvals: ticks, ticktext: ticks.map(String) });
+  const frame = layout(x, axis("inputs"));
   return { traces, layout: { ...frame, showlegend: false, bargap: 0 } };
 }
 
@@ -142,13 +148,14 @@ function startPlots() {
     const row = event.points[0].customdata;
     if (row >= 0) detail.open(row);
   }));
-  draw("ranking-plot", data.plots.risk ? risk : scores);
+  // The table first: a plot takes the width that it leaves.
   if (data.plots.risk) byId("areas").append(areas(data.plots.risk.curves));
+  draw("ranking-plot", data.plots.risk ? risk : scores);
 }
 
 function areas(curves) {
-  const head = ["Ordered by", "Area", "Wrong at 80 %", "at 90 %"];
-  return element("table", {}, element("caption", {}, "Areas under the curves, and risks"),
+  const head = ["Ordered by", "Area", "At 80 %", "At 90 %"];
+  return element("table", {}, element("caption", {}, "Area under each curve, and the share wrong at 80 and 90 % coverage"),
     element("thead", {}, element("tr", {}, ...head.map((title, place) =>
       element("th", { scope: "col", class: place ? "number" : null }, title)))),
     element("tbody", {}, ...curves.map((curve) => element("tr", {},

@@ -36,8 +36,8 @@ def spectrum_plot(subject: Subject) -> dict[str, Any]:
             entry["tail"] = short([tail.floor, tail.harmonic_mean, tail.ceiling])
             text += f", {say(float(values[-1]) / level)} times λ"
             text += f"; the other {size - len(values):,} count as {say(tail.harmonic_mean)}"
-        smallest = pairs.smallest[: _MOST_STEPS].double().abs()
-        if len(smallest):
+        smallest = pairs.smallest[:_MOST_STEPS].double().abs()
+        if name == "hessian" and len(smallest):  # those of the others are λ
             entry["smallest"] = short(smallest)
         matrices.append(entry)
         words.append(text + ".")
@@ -96,10 +96,10 @@ def risk_plot(subject: Subject) -> dict[str, Any] | None:
     prediction = subject.prediction
     orders: dict[str, tuple[str, Tensor]] = {"score": ("score", prediction.score)}
     if subject.kind == "categorical":
-        orders["probability"] = ("1 − highest probability", 1 - prediction.mean.double().max(1)[0])
+        orders["probability"] = ("1 − probability", 1 - prediction.mean.double().max(1)[0])
     if prediction.mutual_information is not None:
         orders["information"] = ("mutual information", prediction.mutual_information)
-    orders["ideal"] = ("wrong ones last (the best there can be)", wrong.double())
+    orders["ideal"] = ("best possible", wrong.double())
     curves = []
     for key, (name, score) in orders.items():
         found = risk_coverage(score, wrong)

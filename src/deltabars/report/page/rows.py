@@ -32,7 +32,7 @@ def columns(subject: Subject) -> list[dict[str, str]]:
         table += [("std", "± std", "number")]
     table += [("score", "Score", "number"), ("bound", "Its bound", "percent")]
     if prediction.mutual_information is not None:
-        table += [("information", "Mutual information", "number")]
+        table += [("information", "Mutual info", "number")]
     return [{"key": key, "title": title, "kind": kind} for key, title, kind in table]
 
 
