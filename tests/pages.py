@@ -44,7 +44,7 @@ def digits() -> Made:
     """The digits' fit: trained for a moment, which is near enough to an optimum."""
     scans, model = load_digits(), digits_network()
     train = (scans.train_images[:400], scans.train_labels[:400])
-    train_to_convergence(model, *train, L2, steps=60)
+    train_to_convergence(model, *train, L2, steps=40)
     fit = deltabars.fit(model, train, l2=L2, rank=RANK, progress=False)
     images, labels = scans.test_images[:COUNT], scans.test_labels[:COUNT]
     return Made(fit, images, labels, fit.predict(images))

@@ -88,8 +88,8 @@ _RISK = (
     "falls quickly towards the left. Each curve orders the inputs by another number."
 )
 _SCORES = (
-    "How many inputs have which score. Those at the right end of this histogram are the ones to look "
-    "at first."
+    "How many inputs have which score. Those at the right end of this histogram are the ones to "
+    "look at first."
 )
 _UNKNOWN = " The targets were not given, so the page cannot say which predictions are wrong."
 

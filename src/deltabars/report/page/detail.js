@@ -22,8 +22,10 @@ const detail = {
     byId("detail-title").textContent = rows.name[row];
     byId("detail-place").replaceChildren(`${(place + 1).toLocaleString("en")} of ${list.length.toLocaleString("en")}`,
       element("span", { class: "keys" }, "; arrow keys go to the previous and the next"));
+    const focused = document.activeElement;
     byId("previous").disabled = place <= 0;
     byId("next").disabled = place === list.length - 1;
+    if (focused.disabled) byId("detail-title").focus();
     byId("detail-side").replaceChildren(...[picture(row), facts(row)].filter(Boolean));
     byId("bars-title").textContent = data.kind === "gaussian"
       ? "Predictions with error bars" : "Class probabilities with error bars";

@@ -56,7 +56,9 @@ def facts(subject: Subject) -> list[Fact]:
             f"{say(last / fit.level, 2)} times",
         ),
         Fact("Effective parameters", *_effective(subject)),
-        Fact("Mean bound of the score", percent(_mean_bound(subject)), "how far a score can be off"),
+        Fact(
+            "Mean bound of the score", percent(_mean_bound(subject)), "how far a score can be off"
+        ),
     ]
     if fit.noise is not None:
         found.append(Fact("Noise σ", say(fit.noise), "of the targets around the mean"))

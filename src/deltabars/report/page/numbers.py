@@ -25,9 +25,7 @@ def say(value: float, digits: int = 3) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) >= 1e-4:
-        return np.format_float_positional(
-            float(f"{value:.{digits}g}"), trim="-", unique=True
-        )
+        return np.format_float_positional(float(f"{value:.{digits}g}"), trim="-", unique=True)
     return f"{value:.{digits - 1}e}"
 
 

@@ -68,7 +68,7 @@ class Source:
             yield _told_apart(raw, self.signature)
 
     def targets(self) -> Tensor | None:
-        """The targets that come with the inputs, if any do. Cost: a pass over a dataset of pairs."""
+        """The targets that come with the inputs, if any. Cost: a pass over a dataset of pairs."""
         if self.read([0]).targets is None:
             return None
         return joined_targets([batch.targets for batch in self.batches()])

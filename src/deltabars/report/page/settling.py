@@ -48,7 +48,9 @@ def choose_ranks(ranks: Sequence[int] | None, most: int) -> list[int]:
 def silent(fit: DeltaFit) -> DeltaFit:
     """The same fit, which shows no bars of its own."""
     quiet = replace(fit, progress=False)
-    kept = {name: fit.__dict__[name] for name in ("pullback", "overlap") if name in fit.__dict__}
+    kept: dict[str, Any] = {
+        name: fit.__dict__[name] for name in ("pullback", "overlap") if name in fit.__dict__
+    }
     quiet.__dict__.update(kept)
     return quiet
 

@@ -82,7 +82,9 @@ def check_subject(
 def _check_targets(fit: DeltaFit, prediction: Prediction, targets: Any) -> Tensor:
     given = torch.as_tensor(targets).detach().cpu()
     kind, count = fit.likelihood.name, len(prediction)
-    shapes = [(count,)] if kind == "categorical" else [(count, fit.num_outputs)]
+    shapes: list[tuple[int, ...]] = (
+        [(count,)] if kind == "categorical" else [(count, fit.num_outputs)]
+    )
     if kind == "gaussian" and fit.num_outputs == 1:
         shapes.append((count,))
     if tuple(given.shape) not in shapes:
