@@ -3,68 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
 from functools import partial
 from itertools import pairwise
 
 import pytest
 
+from tests import browsing
+from tests.browsing import column, opened, shown
 from tests.pages import COUNT, HOSTILE, data_of, digits
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-if CHROMIUM is None and os.environ.get("CI") != "true":
+if browsing.CHROMIUM is None and os.environ.get("CI") != "true":
     pytest.skip("no Chromium here: apt-get install chromium", allow_module_level=True)
 
 LIGHT_AND_DARK = pytest.mark.parametrize("scheme", ["light", "dark"])
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-
-# The least contrast of any text on what is behind it, and the element that has it.
-CONTRAST = """() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (c) => { const [r, g, b] = c.map((v) => { v /= 255;
-    return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const behind = (node) => { for (; node; node = node.parentElement) {
-    const c = parse(getComputedStyle(node).backgroundColor);
-    if (c.length < 4 || c[3] === 1) return c; } };
-  let least = [99, ""];
-  for (const node of document.querySelectorAll("body *:not(svg *):not(option)")) {
-    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
-    if (!own || !node.checkVisibility() || ["SCRIPT", "STYLE"].includes(node.tagName)) continue;
-    const ink = parse(getComputedStyle(node).color);
-    const [a, b] = [ink, behind(node)].map((c) => light(c.slice(0, 3)));
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < least[0]) least = [ratio, node.outerHTML.slice(0, 120)];
-  }
-  return least;
-}"""
-NAMELESS = """() => [...document.querySelectorAll(
-    "button, input, select, a, summary, [tabindex='0']")]
-  .filter((node) => { const by = node.getAttribute("aria-labelledby");
-    return !(node.getAttribute("aria-label") || (by && document.getElementById(by)?.textContent)
-      || node.textContent.trim() || node.labels?.[0]?.textContent.trim()); })
-  .map((node) => node.outerHTML)"""
-SMALL = """() => [...document.querySelectorAll("button, input, select, nav a, summary")]
-  .filter((node) => node.checkVisibility() && node.getBoundingClientRect().height < 40)
-  .map((node) => node.outerHTML)"""
-HEADINGS = (
-    """() => [...document.querySelectorAll("main :is(h1,h2,h3,h4), header :is(h1,h2,h3,h4)")]"""
-    """.filter((node) => node.checkVisibility()).map((node) => Number(node.tagName[1]))"""
-)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # As root, which CI may be, Chromium does not start with its sandbox.
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+    with browsing.chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +50,8 @@ def no_trouble(trouble):
 def visit(browser, report, trouble):
     """Open the page in a new window."""
 
-    def requested(request):
-        if not request.url.startswith(("file:", "data:")):
-            trouble.append(f"request: {request.url}")
-
-    def open_page(path=report, hash_="", scheme="light", viewport=DESK):
-        page = browser.new_page(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
-        page.on("console", lambda said: trouble.append(f"{said.type}: {said.text}"))
-        page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
-        page.on("request", requested)
-        page.goto(path.as_uri() + hash_)
-        page.wait_for_selector("#ranking-plot .main-svg")
-        return page
+    def open_page(path=report, hash_="", **options):
+        return browsing.open_window(browser, path.as_uri() + hash_, trouble, **options)
 
     return open_page
 
@@ -124,19 +71,6 @@ def page(window):
     while score.get_attribute("aria-sort") != "descending":
         score.get_by_role("button").click()
     window.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-
-
-def column(page, place: int) -> list[str]:
-    return page.locator(f"#body tr > :nth-child({place})").all_inner_texts()
-
-
-def shown(page) -> list[int]:
-    return [int(place) for place in page.locator("#body tr").evaluate_all(
-        "rows => rows.map(row => row.dataset.index)")]  # fmt: skip
-
-
-def opened(page) -> str:
-    return page.locator("dialog[open] h2").inner_text()
 
 
 def test_all_parts_are_drawn(page):
@@ -304,15 +238,15 @@ def test_hostile_names_run_nothing(visit, tmp_path):
 def test_everything_can_be_read(page, scheme):
     page.emulate_media(color_scheme=scheme)
     page.wait_for_selector(f":root[data-theme={scheme}]")
-    ratio, where = page.evaluate(CONTRAST)
+    ratio, where = page.evaluate(browsing.CONTRAST)
     assert 4.5 <= ratio < 99, where
     page.locator("#body button").first.click()
-    ratio, where = page.evaluate(CONTRAST)
+    ratio, where = page.evaluate(browsing.CONTRAST)
     assert ratio >= 4.5, where
-    assert page.evaluate(NAMELESS) == []
+    assert page.evaluate(browsing.NAMELESS) == []
     assert page.locator("img:not([alt]), img[alt='']").count() == 0
     assert page.locator("h1").count() == 1
-    levels = page.evaluate(HEADINGS)
+    levels = page.evaluate(browsing.HEADINGS)
     assert all(b <= a + 1 for a, b in pairwise(levels))
     assert page.locator("table:not(:has(caption))").count() == 0
     for landmark in ("main", "header", "nav", "footer"):
@@ -339,17 +273,17 @@ def test_the_theme_follows_the_system_until_it_is_chosen(visit):
 
 
 def test_on_a_phone(visit):
-    page = visit(viewport=PHONE)
+    page = visit(viewport=browsing.PHONE)
     width = "document.documentElement.scrollWidth"
-    assert page.evaluate(width) == PHONE["width"]
-    assert page.evaluate(SMALL) == []
+    assert page.evaluate(width) == browsing.PHONE["width"]
+    assert page.evaluate(browsing.SMALL) == []
     for plot in page.locator(".plot .main-svg").all():
         box = plot.bounding_box()
-        assert box is None or box["x"] + box["width"] <= PHONE["width"]
+        assert box is None or box["x"] + box["width"] <= browsing.PHONE["width"]
     page.locator("#body button").first.click()
-    assert page.locator("dialog").bounding_box()["width"] == PHONE["width"]
+    assert page.locator("dialog").bounding_box()["width"] == browsing.PHONE["width"]
     assert page.locator("dialog").evaluate("node => node.scrollWidth <= node.clientWidth")
-    assert page.evaluate(SMALL) == []
+    assert page.evaluate(browsing.SMALL) == []
 
 
 def test_on_paper(page):
