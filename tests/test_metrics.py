@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def answered_in_every_order(score, wrong):
     orders = [
         order
         for order in permutations(range(len(score)))
-        if all(score[a] <= score[b] for a, b in zip(order, order[1:], strict=False))
+        if all(score[a] <= score[b] for a, b in pairwise(order))
     ]
     return [
         sum(sum(wrong[i] for i in order[:k]) / k for order in orders) / len(orders)

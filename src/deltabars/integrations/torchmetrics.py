@@ -141,6 +141,28 @@ class AreaUnderRiskCoverage(_ErrorMetric):
         return torch.tensor(area, dtype=torch.float64, device=self.device).float()
 
 
+class ScoreSummary(_ErrorMetric):
+    """The mean score of all predictions, of right and of wrong ones, and the AUROC for errors.
+
+    `compute()` gives a dict: `score`, `score_right`, `score_wrong`, `error_auroc`; NaN where there
+    are no such predictions.
+
+    Args:
+        number: which number of a Prediction: `"score"`, `"mutual_information"` or `"entropy"`.
+        options: of `torchmetrics.Metric`.
+    """
+
+    def compute(self) -> dict[str, Tensor]:
+        """The four numbers, from all batches of all processes."""
+        number, wrong = self._collected()
+        return {
+            "score": number.mean(),
+            "score_right": number[~wrong].mean(),
+            "score_wrong": number[wrong].mean(),
+            "error_auroc": self._auroc(),
+        }
+
+
 class ForeignAUROC(_ScoreMetric):
     """How well a score tells foreign (out-of-distribution) inputs: the area under its ROC curve.
 
