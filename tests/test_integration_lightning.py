@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.* directory .* exists and is not empty"),
 ]
 
 L2 = 0.05
