@@ -52,9 +52,7 @@ def draw_fit(fit: DeltaFit, ax: Any = None) -> Any:
                 linewidth=0,
                 label=f"{name}: {left:,} not computed",
             )
-    axes.axhline(
-        fit.level, linestyle=":", linewidth=1, color="gray", label=f"λ = {fit.level:g}"
-    )
+    axes.axhline(fit.level, linestyle=":", linewidth=1, color="gray", label=f"λ = {fit.level:g}")
     axes.set_yscale("log")
     axes.set_xlim(0.5, max(beyond, fit.rank + 0.5))
     axes.set_xlabel(f"index k of P = {fit.num_parameters:,}")
@@ -111,7 +109,9 @@ def _draw_bars(
             label=said,
         )
     if shown.classes is None and (names is not None or outputs <= 20):
-        axes.set_xticks(range(outputs), [str(k) for k in range(outputs)] if names is None else names)
+        axes.set_xticks(
+            range(outputs), [str(k) for k in range(outputs)] if names is None else names
+        )
     axes.set_xlabel("class" if shown.label is not None else "output")
     axes.set_ylabel(f"{_meaning(shown)} ± std")
     axes.legend()

@@ -15,9 +15,7 @@ class Drawn(str):
     __slots__ = ()
 
 
-def html_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right"
-) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right") -> str:
     """A table with a row of titles (none where `head` is empty)."""
     titles = "".join(_cell("th", cell, align) for cell in head)
     body = "".join(
