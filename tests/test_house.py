@@ -36,11 +36,32 @@ def test_the_core_needs_no_extra():
     """Import everything but the recipes and see that no optional library came along."""
     program = (
         "import sys, deltabars, deltabars.cli, deltabars.metrics, deltabars.ranking\n"
-        "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas'}\n"
+        "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas', 'IPython'}\n"
+        "extras |= {'lightning', 'pytorch_lightning', 'torchmetrics'}\n"
         "print(sorted(extras & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("room", "library"),
+    [
+        ("lightning", "lightning"),
+        ("pytorch_lightning", "pytorch_lightning"),
+        ("torchmetrics", "torchmetrics"),
+        ("sklearn", "sklearn"),
+    ],
+)
+def test_an_integration_names_its_extra(room, library):
+    extra = "lightning" if "lightning" in room else room
+    program = (
+        f"import sys, deltabars.errors\nsys.modules[{library!r}] = None\n"
+        f"try:\n    import deltabars.integrations.{room}\n"
+        "except deltabars.errors.MissingDependencyError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert f"pip install 'deltabars[{extra}]'." in done.stdout, done.stderr
 
 
 def test_version_and_public_names():

@@ -1,9 +1,11 @@
-"""A fit in a few lines of text."""
+"""A fit in a few lines of text, and as tables in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from deltabars.markup import html_table, paragraph
 
 if TYPE_CHECKING:
     from deltabars.decay import L2
@@ -12,25 +14,59 @@ if TYPE_CHECKING:
 
 def describe(fit: DeltaFit) -> str:
     """What was fitted, its spectra, and how many parameters they determine."""
-    lines = [
-        f"DeltaFit: {fit.estimator}, N = {fit.num_examples:,}, P = {fit.num_parameters:,}, "
-        f"K = {fit.rank:,}, λ = {_in_words(fit.l2)}"
-        + ("" if fit.noise is None else f", σ = {fit.noise:g}")
-    ]
+    numbers = ", ".join(f"{name} = {value}" for name, value in _numbers(fit).items())
+    lines = [f"DeltaFit: {fit.estimator}, {numbers}"]
     for name, pairs in fit.spectra.items():
         lines.append(
             f"  {name}: eigenvalues {float(pairs.values[0]):.4g} … "
             f"{float(pairs.values[-1]):.4g}"
             f", largest residual {float(pairs.residuals.max()):.1g}"
         )
+    lines += [f"  {note}" for note in _notes(fit)]
+    return "\n".join(lines)
+
+
+def describe_in_html(fit: DeltaFit) -> str:
+    """The same as tables."""
+    numbers = _numbers(fit)
+    spectra = [
+        [
+            name,
+            f"{float(pairs.values[0]):.4g}",
+            f"{float(pairs.values[-1]):.4g}",
+            f"{float(pairs.values[-1]) / fit.level:.4g}",
+            f"{float(pairs.residuals.max()):.1g}",
+        ]
+        for name, pairs in fit.spectra.items()
+    ]
+    titles = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
+    return (
+        paragraph(f"DeltaFit: {fit.estimator}")
+        + html_table(list(numbers), [list(numbers.values())])
+        + html_table(titles, spectra)
+        + "".join(paragraph(note) for note in _notes(fit))
+    )
+
+
+def _numbers(fit: DeltaFit) -> dict[str, str]:
+    numbers = {
+        "N": f"{fit.num_examples:,}",
+        "P": f"{fit.num_parameters:,}",
+        "K": f"{fit.rank:,}",
+        "λ": _in_words(fit.l2),
+    }
+    return numbers if fit.noise is None else numbers | {"σ": f"{fit.noise:g}"}
+
+
+def _notes(fit: DeltaFit) -> list[str]:
+    notes = []
     hessian = fit.spectra.get("hessian")
     if hessian is not None and hessian.least < fit.level:
-        lines.append(
-            f"  the hessian's spectrum reaches {fit.level - hessian.least:.3g} below λ: its "
+        notes.append(
+            f"the hessian's spectrum reaches {fit.level - hessian.least:.3g} below λ: its "
             "bounds are about the spectrum corrected to λ"
         )
-    lines.append(f"  effective parameters: {fit.effective_parameters:.1f} in the K pairs")
-    return "\n".join(lines)
+    return [*notes, f"effective parameters: {fit.effective_parameters:.1f} in the K pairs"]
 
 
 def _in_words(l2: L2) -> str:

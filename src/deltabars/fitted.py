@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from deltabars.certifying import certify
 from deltabars.choosing import covariance_of
-from deltabars.covariance import (
-    Covariance,
-    warn_about_spectrum,
-)
+from deltabars.copies import reduced
+from deltabars.covariance import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.decay import L2, Decay
-from deltabars.describing import describe
+from deltabars.describing import describe, describe_in_html
+from deltabars.drawing import draw_fit
 from deltabars.effective import effective_parameters, effective_parameters_interval
 from deltabars.eigen import EigenPairs
 from deltabars.inputs import Signature
@@ -31,6 +29,7 @@ from deltabars.predicting import predict
 from deltabars.prediction import Prediction
 from deltabars.sampling import sample
 from deltabars.saving import save
+from deltabars.shifting import with_l2
 from deltabars.summation import inner
 from deltabars.tuning import Tuning, tune_l2
 
@@ -213,18 +212,7 @@ class DeltaFit:
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
         """
-        decay = Decay.read(l2, self.network.parameters, self.decay.scales or None)
-        shift = decay.level - self.level
-        spectra = {name: pairs.shifted(shift) for name, pairs in self.spectra.items()}
-        for name, pairs in spectra.items():
-            warn_about_spectrum(name, pairs.values, decay.level, self.num_parameters)
-        diagnostics = {**self.diagnostics, "fitted_l2": self.diagnostics.get("fitted_l2", self.l2)}
-        moved = replace(
-            self, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={}
-        )
-        if "overlap" in self.__dict__:
-            moved.__dict__["overlap"] = self.overlap  # it depends on the vectors alone
-        return moved
+        return with_l2(self, l2)
 
     def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
         """The λ that the data prefer, for networks trained with none, or with an unknown one.
@@ -270,7 +258,17 @@ class DeltaFit:
         return describe(self)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(describe(self))}</pre>"
+        return describe_in_html(self)
+
+    def plot_spectrum(self, ax: Any = None) -> Any:
+        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
+
+        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        """
+        return draw_fit(self, ax)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
 
     @property
     def informative_examples(self) -> float:

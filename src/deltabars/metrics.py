@@ -44,3 +44,82 @@ def auroc(positives: Tensor, negatives: Tensor) -> float:
     below = torch.searchsorted(ordered, positives)
     below_or_same = torch.searchsorted(ordered, positives, right=True)
     return float((below + below_or_same).double().mean()) / (2 * len(negatives))
+
+
+@dataclass(frozen=True, eq=False)
+class RiskCoverage:
+    """How many answers are wrong when only the most certain ones are given.
+
+    Attributes:
+        coverage: the shares k/n of the inputs that are answered, k = 1 … n, (n,).
+        risk: the share of wrong answers among the k most certain ones, (n,).
+        area: the mean of the risks: the area under the curve, 0 where nothing is wrong.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+    area: float
+
+
+def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
+    """The risk at every coverage, answering in the order of the score, the lowest first.
+
+    Inputs of the same score are answered in any order; the risk is the mean over these orders, so
+    that the order of the inputs does not matter.
+
+    Args:
+        score: one number an input, high where it is uncertain, (n,).
+        wrong: whether its prediction is wrong, (n,).
+
+    Raises:
+        BadValueError: there are none, a score is NaN, or the shapes differ.
+    """
+    if score.ndim != 1 or score.shape != wrong.shape or not len(score):
+        raise BadValueError(
+            "risk_coverage: expected a score and a truth value for each of n ≥ 1 inputs, got "
+            f"shapes {tuple(score.shape)} and {tuple(wrong.shape)}."
+        )
+    if bool(score.isnan().any()):
+        raise BadValueError("risk_coverage: expected scores that are numbers, got NaN.")
+    _, group, sizes = score.unique(return_inverse=True, return_counts=True)  # sorted
+    share = torch.zeros(len(sizes), dtype=torch.float64, device=score.device)
+    share = share.index_add(0, group, wrong.bool().double()) / sizes
+    answered = torch.arange(1, len(score) + 1, dtype=torch.float64, device=score.device)
+    # On average each answer of a group is wrong by the group's share.
+    risk = share.repeat_interleave(sizes).cumsum(0) / answered
+    return RiskCoverage(answered / len(score), risk, float(risk.mean()))
+
+
+def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
+    """How far the highest probability is from the share of right predictions, on average.
+
+    Predictions are put into `bins` intervals of equal width by their highest probability (a lower
+    end belongs to its interval, and 1 to the last). The result is the mean over all predictions of
+    |mean highest probability − share of right ones| in their interval.
+
+    Args:
+        probabilities: of the C classes, (n, C): `mean` or `moderated` of a Prediction.
+        targets: the true classes, (n,).
+        bins: how many intervals.
+
+    Raises:
+        BadValueError: the shapes do not fit, a number is not a probability, or there is no bin.
+    """
+    if probabilities.ndim != 2 or targets.shape != probabilities.shape[:1] or not len(targets):
+        raise BadValueError(
+            "expected_calibration_error: expected probabilities (n, C) and targets (n,), got "
+            f"shapes {tuple(probabilities.shape)} and {tuple(targets.shape)}."
+        )
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise BadValueError(f"bins: expected a whole number from 1 on, got {bins!r}.")
+    highest, label = probabilities.double().max(1)
+    if not bool(((highest >= 0) & (highest <= 1)).all()):
+        raise BadValueError(
+            "expected_calibration_error: expected probabilities, got numbers outside [0, 1]. Give "
+            "a softmax of logits."
+        )
+    ends = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=highest.device)
+    place = torch.bucketize(highest, ends[1:-1], right=True)
+    surplus = highest - (label == targets).double()
+    zero = torch.zeros(bins, dtype=torch.float64, device=highest.device)
+    return float(zero.index_add(0, place, surplus).abs().sum()) / len(targets)

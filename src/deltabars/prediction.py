@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.spread import Spread
+from deltabars.drawing import draw_prediction
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.moderation import Moderated
+from deltabars.showing import describe_prediction, describe_prediction_in_html
 
 # The columns of a table: those of an input, and those of its outputs by their titles.
 _ONE_AN_INPUT = (
@@ -198,46 +200,26 @@ class Prediction:
                     columns[f"{title}_{k}"] = arrays[name][:, k]
         return pandas.DataFrame(columns)
 
+    def plot(
+        self, ax: Any = None, *, targets: Tensor | None = None, names: Sequence[str] | None = None
+    ) -> Any:
+        """Draw up to six inputs' means with their error bars; of more, std against mean.
+
+        Args:
+            ax: matplotlib Axes to draw into; a new figure by default.
+            targets: the true classes (B,), to tell right from wrong predictions by colour.
+            names: of the C outputs.
+
+        Returns:
+            The Axes.
+        """
+        return draw_prediction(self, ax, targets, names)
+
     def __repr__(self) -> str:
-        count, classes = self.mean.shape
-        head = f"Prediction of {_count(count, 'input')}, {_count(classes, 'output')}"
-        lines = ["  ".join(row) for row in self._table(5)]
-        more = [f"… and {count - 5} more"] if count > 5 else []
-        return "\n".join([head, *lines, *more])
+        return describe_prediction(self)
 
     def _repr_html_(self) -> str:
-        head, *body = self._table(10)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body
-        )
-        titles = "".join(f"<th>{cell}</th>" for cell in head)
-        count, classes = self.mean.shape
-        more = f"<p>… and {count - 10} more</p>" if count > 10 else ""
-        return (
-            f"<p>Prediction of {_count(count, 'input')}, {_count(classes, 'output')}</p>"
-            f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>{more}"
-        )
-
-    def _table(self, most: int) -> list[list[str]]:
-        """The first inputs: the leading output with its error bar, and the score."""
-        shown = self[:most].to("cpu")
-        top = shown.mean.argmax(-1)
-        rows = [["input", "output", "mean ± std (± error)", "score (± error)"]]
-        for i in range(len(shown)):
-            k = int(top[i])
-            mean, std, error = (float(x[i, k]) for x in (shown.mean, shown.std, shown.std_error))
-            rows.append(
-                [
-                    f"{i}",
-                    f"{k if shown.classes is None else int(shown.classes[i, k])}",
-                    f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
-                    f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
-                ]
-            )
-        widths = [max(len(row[j]) for row in rows) for j in range(4)]
-        return [
-            [cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows
-        ]
+        return describe_prediction_in_html(self)
 
     def _present(self) -> Mapping[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -247,7 +229,3 @@ class Prediction:
         present: dict[str, Any] = {name: function(value) for name, value in self._present().items()}
         values: dict[str, Any] = {field.name: present.get(field.name) for field in fields(self)}
         return Prediction(**values)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

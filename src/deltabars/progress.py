@@ -1,9 +1,10 @@
-"""Progress of long loops: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long loops: a bar on a terminal and in a notebook, else a line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -33,14 +34,15 @@ class Progress:
     ) -> None:
         self._title, self._total, self._unit = title, total, unit
         self._enabled = enabled
+        self._in_notebook = stream is None and "ipykernel.zmqshell" in sys.modules
         self._stream = stream if stream is not None else sys.stderr
         self._bar: Any = None
         self._started = self._printed = 0.0
 
     def __enter__(self) -> Progress:
         self._started = self._printed = time.monotonic()
-        if self._enabled and self._stream.isatty():
-            self._bar = tqdm(
+        if self._enabled and (self._in_notebook or self._stream.isatty()):
+            self._bar = _bar_class(self._in_notebook)(
                 total=self._total,
                 desc=self._title,
                 unit=f" {self._unit}",
@@ -86,3 +88,12 @@ class Progress:
         if self._bar is not None:
             self._bar.refresh()  # the last numbers, however short the loop was
             self._bar.close()
+
+
+def _bar_class(in_notebook: bool) -> Any:
+    """A widget in a notebook that has widgets, else a line of text that is written over."""
+    if in_notebook and find_spec("ipywidgets") is not None:  # without them tqdm.auto warns
+        from tqdm.auto import tqdm as widget
+
+        return widget
+    return tqdm

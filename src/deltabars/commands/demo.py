@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.report is not None:
         print(f"The report, for a browser: {options.report}")
 
+
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
     report = "" if options.report is None else f", report=Path({str(options.report)!r})"

@@ -99,7 +99,9 @@ class Tail:
         return (squares - inside).clamp(min=0.0)
 
 
-def warn_about_spectrum(name: str, values: Tensor, l2: float, num_parameters: int) -> None:
+def warn_about_spectrum(
+    name: str, values: Tensor, l2: float, num_parameters: int, stacklevel: int = 3
+) -> None:
     """Warn where computed eigenvalues cannot serve a covariance, or void the error bound."""
     negative = int((values <= 0).sum())
     below = int((values < l2 * (1 - 1e-6)).sum())
@@ -110,7 +112,7 @@ def warn_about_spectrum(name: str, values: Tensor, l2: float, num_parameters: in
             "counts as the harmonic mean of λ and the last positive one; rank="
             f"{max(1, len(values) - negative)} uses all that are positive.",
             SpectrumWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     elif below and len(values) < num_parameters and not math.isclose(float(values[-1]), l2):
         warnings.warn(
@@ -118,5 +120,5 @@ def warn_about_spectrum(name: str, values: Tensor, l2: float, num_parameters: in
             f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
             f"what lies below. rank={max(1, len(values) - below)} keeps those above λ.",
             SpectrumWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

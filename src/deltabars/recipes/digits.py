@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -56,9 +57,14 @@ def digits_network(seed: int = 0) -> nn.Module:
 
 
 def train_to_convergence(
-    model: nn.Module, images: Tensor, labels: Tensor, l2: float, steps: int = 400
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    l2: float,
+    steps: int = 400,
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> float:
-    """Minimise mean cross-entropy + (l2/2)·‖w‖² by full-batch L-BFGS in float64.
+    """Minimise mean loss + (l2/2)·‖w‖² by full-batch L-BFGS in float64.
 
     Returns:
         The norm of the cost's gradient at the end.
@@ -73,8 +79,8 @@ def train_to_convergence(
 
     def cost() -> Tensor:
         optimiser.zero_grad()
-        loss = nn.functional.cross_entropy(model(images.double()), labels)
-        total: Tensor = loss + 0.5 * l2 * sum(w.square().sum() for w in weights)
+        mean = loss(model(images.double()), labels)
+        total: Tensor = mean + 0.5 * l2 * sum(w.square().sum() for w in weights)
         total.backward()
         return total
 

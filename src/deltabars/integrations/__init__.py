@@ -1,0 +1,1 @@
+"""deltabars inside other libraries; each room needs the extra of its name."""

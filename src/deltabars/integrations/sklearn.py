@@ -1,0 +1,255 @@
+"""Estimators of scikit-learn: a network, trained here or before, whose predictions have error bars.
+
+They go where scikit-learn's own go: pipelines, cross-validation, searches over parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deltabars.decay import L2
+from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.fitted import DeltaFit
+from deltabars.fitting import fit as fit_error_bars
+from deltabars.likelihoods import Gaussian, Likelihood
+from deltabars.prediction import Prediction
+from deltabars.recipes.digits import train_to_convergence
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise MissingDependencyError(
+        "These estimators need scikit-learn 1.6 or later: pip install 'deltabars[sklearn]'."
+    ) from error
+
+Builder = Callable[[int, int], nn.Module]
+
+_HIDDEN = 16
+
+
+class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
+    """What a classifier and a regressor have in common."""
+
+    network_: nn.Module
+    fit_: DeltaFit
+    n_features_in_: int
+
+    def __init__(
+        self,
+        network: nn.Module | Builder | None = None,
+        *,
+        l2: L2 = 0.01,
+        estimator: str = "ggn",
+        rank: int | str | None = None,
+        params: Any = None,
+        prefit: bool = False,
+        steps: int = 1000,
+        random_state: Any = 0,
+    ) -> None:
+        self.network = network
+        self.l2 = l2
+        self.estimator = estimator
+        self.rank = rank
+        self.params = params
+        self.prefit = prefit
+        self.steps = steps
+        self.random_state = random_state
+
+    def predict_error_bars(self, X: Any, **options: Any) -> Prediction:
+        """All that deltabars knows of the predictions, as a Prediction.
+
+        Args:
+            X: inputs, as in `fit`.
+            options: of `DeltaFit.predict`.
+        """
+        return self.fit_.predict(self._inputs(X), **options)
+
+    def _fit(self, X: Any, targets: Tensor, outputs: int, likelihood: Likelihood | str) -> None:
+        inputs = torch.tensor(X)  # a copy: the array may be read-only
+        if self.prefit:
+            if not isinstance(self.network, nn.Module):
+                raise BadValueError(
+                    "network: expected a trained torch.nn.Module with prefit=True, got "
+                    f"{type(self.network).__name__}."
+                )
+            self.network_ = self.network
+        else:
+            if not isinstance(self.l2, int | float):
+                raise BadValueError(
+                    f"l2: expected one number for the training, got {type(self.l2).__name__}. "
+                    "Train the network yourself and give prefit=True."
+                )
+            self.network_ = self._built(X.shape[1], outputs).double()
+            loss = _half_squares if isinstance(likelihood, Gaussian) else _cross_entropy
+            train_to_convergence(self.network_, inputs, targets, self.l2, self.steps, loss)
+        kind = next(self.network_.parameters()).dtype
+        self.fit_ = fit_error_bars(
+            self.network_,
+            (inputs.to(kind), targets.to(kind) if targets.is_floating_point() else targets),
+            l2=self.l2,
+            estimator=self.estimator,
+            rank=self.rank,
+            params=self.params,
+            likelihood=likelihood,
+            progress=False,
+        )
+
+    def _built(self, features: int, outputs: int) -> nn.Module:
+        """A network to train: a copy of the given one, what the function gives, or a default."""
+        if isinstance(self.network, nn.Module):
+            return deepcopy(self.network)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
+            if self.network is not None:
+                return self.network(features, outputs)
+            return nn.Sequential(
+                nn.Linear(features, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, outputs)
+            )
+
+    def _inputs(self, X: Any) -> Tensor:
+        check_is_fitted(self, "fit_")
+        X = validate_data(self, X, reset=False, dtype=np.float64, allow_nd=self._takes_images)
+        return torch.tensor(X, dtype=self.fit_.network.dtype)
+
+    def _means(self, X: Any) -> Tensor:
+        """The predictions without error bars: one pass through the network."""
+        inputs = self._inputs(X)
+        network = self.fit_.network
+        with torch.no_grad(), network.evaluation():
+            outputs = network.outputs(network.trained, inputs.to(network.device))
+        return self.fit_.likelihood.mean(outputs).cpu()
+
+    @property
+    def _takes_images(self) -> bool:
+        return self.network is not None
+
+
+class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
+    """A classifier whose probabilities have error bars.
+
+    Args:
+        network: the number of features and of classes to a `torch.nn.Module` that gives logits; or
+            a module, of which a copy is trained; or, with `prefit=True`, a trained one, which is
+            used as it is. By default one hidden layer of 16 tanh units.
+        l2: λ of mean cross-entropy + (λ/2)·‖ω‖².
+        estimator, rank, params: as for `deltabars.fit`.
+        prefit: whether the network is trained already; `fit` then computes the error bars alone.
+            The classes are then those of `y`, in order, and the network's outputs too.
+        steps: of L-BFGS at the most, on all data at once.
+        random_state: of the initial weights.
+
+    Attributes:
+        classes_: the labels, in the order of the columns.
+        fit_: the DeltaFit.
+        network_: the trained network.
+    """
+
+    classes_: np.ndarray
+
+    def fit(self, X: Any, y: Any) -> DeltaClassifier:
+        """Train the network, unless it is trained already, and compute its error bars."""
+        X, y = validate_data(self, X, y, dtype=np.float64, allow_nd=self._takes_images)
+        check_classification_targets(y)
+        self.classes_, numbers = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise BadValueError("y: expected two classes or more, got one class.")
+        self._fit(X, torch.from_numpy(numbers).long(), len(self.classes_), "categorical")
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable labels (n,)."""
+        chosen = self._means(X).argmax(1)
+        return self.classes_[chosen.numpy()]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Class probabilities (n, C), in the order of `classes_`."""
+        return self._means(X).numpy()
+
+    def predict_std(self, X: Any) -> np.ndarray:
+        """The error bars (n, C) of `predict_proba`."""
+        return self.predict_error_bars(X, moderation=None).std.cpu().numpy()
+
+    def predict_uncertainty(self, X: Any) -> np.ndarray:
+        """One number an input (n,), to rank or to threshold: the score of a Prediction."""
+        return self.predict_error_bars(X, moderation=None).score.cpu().numpy()
+
+
+class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
+    """A regressor whose predictions have error bars.
+
+    Args:
+        network: the number of features and of outputs to a `torch.nn.Module`; or a module, of
+            which a copy is trained; or, with `prefit=True`, a trained one, which is used as it is.
+            By default one hidden layer of 16 tanh units.
+        l2: λ of mean ½‖r‖² + (λ/2)·‖ω‖².
+        estimator, rank, params: as for `deltabars.fit`.
+        prefit: whether the network is trained already; `fit` then computes the error bars alone.
+        steps: of L-BFGS at the most, on all data at once.
+        random_state: of the initial weights.
+
+    Attributes:
+        fit_: the DeltaFit; `fit_.noise` is σ, estimated from the residuals.
+        network_: the trained network.
+    """
+
+    def fit(self, X: Any, y: Any) -> DeltaRegressor:
+        """Train the network, unless it is trained already, and compute its error bars."""
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            dtype=np.float64,
+            y_numeric=True,
+            multi_output=True,
+            ensure_min_samples=2,
+            allow_nd=self._takes_images,
+        )
+        self._flat = y.ndim == 1
+        targets = torch.tensor(y, dtype=torch.float64).reshape(len(y), -1)
+        self._fit(X, targets, targets.shape[1], Gaussian("estimate"))
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The predictions (n,) or (n, C), as `y` was; with `return_std`, (mean, std).
+
+        The std is that of the prediction, not of a target to come (see `predict_interval`).
+        """
+        if not return_std:
+            return self._like_y(self._means(X))
+        out = self.predict_error_bars(X)
+        return self._like_y(out.mean), self._like_y(out.std)
+
+    def predict_std(self, X: Any) -> np.ndarray:
+        """The error bars of `predict`."""
+        return self._like_y(self.predict_error_bars(X).std)
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of the intervals that targets to come lie in, in a share `level` of cases."""
+        low, high = self.predict_error_bars(X).interval(level)
+        return self._like_y(low), self._like_y(high)
+
+    def _like_y(self, values: Tensor) -> np.ndarray:
+        plain: np.ndarray = values.cpu().numpy()
+        return plain[:, 0] if self._flat else plain
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def _half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 0.5 * (outputs - targets).square().sum(1).mean()

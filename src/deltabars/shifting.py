@@ -1,0 +1,26 @@
+"""A fit at another λ: the eigenvalues move by the difference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deltabars.covariance import warn_about_spectrum
+from deltabars.decay import L2, Decay
+
+if TYPE_CHECKING:
+    from deltabars.fitted import DeltaFit
+
+
+def with_l2(fit: DeltaFit, l2: L2) -> DeltaFit:
+    """The same fit for another λ. Cost: nothing."""
+    decay = Decay.read(l2, fit.network.parameters, fit.decay.scales or None)
+    shift = decay.level - fit.level
+    spectra = {name: pairs.shifted(shift) for name, pairs in fit.spectra.items()}
+    for name, pairs in spectra.items():
+        warn_about_spectrum(name, pairs.values, decay.level, fit.num_parameters, stacklevel=4)
+    diagnostics = {**fit.diagnostics, "fitted_l2": fit.diagnostics.get("fitted_l2", fit.l2)}
+    moved = replace(fit, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={})
+    if "overlap" in fit.__dict__:
+        moved.__dict__["overlap"] = fit.overlap  # it depends on the vectors alone
+    return moved
