@@ -120,7 +120,7 @@ class FitsAtTheEnd:
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the scores."""
         if trainer.state.fn == "validate":
-            pl_module.log_dict(self._summarise("val"))
+            pl_module.log_dict(self._summarise("val"), sync_dist=True)
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Get ready."""
@@ -140,7 +140,7 @@ class FitsAtTheEnd:
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the scores."""
-        pl_module.log_dict(self._summarise("test"))
+        pl_module.log_dict(self._summarise("test"), sync_dist=True)
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """Get ready."""

@@ -215,7 +215,7 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         )
         self._flat = y.ndim == 1
         targets = torch.tensor(y, dtype=torch.float64).reshape(len(y), -1)
-        self._fit(X, targets, targets.shape[1], Gaussian("estimate"))
+        self._fit(X, targets, targets.shape[1], Gaussian(None))  # the noise is estimated
         return self
 
     def __sklearn_tags__(self) -> Any:
