@@ -35,6 +35,11 @@ def auroc(positives: Tensor, negatives: Tensor) -> float:
 
     It is the chance that a positive's number is above a negative's, ties counting half: 1 where all
     positives are above all negatives, ½ where the number says nothing.
+
+    Example:
+        >>> import torch
+        >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([1.0, 2.0, 0.0]))
+        0.9166666666666666
     """
     positives, negatives = positives.double().flatten(), negatives.double().flatten()
     for name, numbers in (("positives", positives), ("negatives", negatives)):
@@ -73,6 +78,12 @@ def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
 
     Raises:
         BadValueError: there are none, a score is NaN, or the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> curve = risk_coverage(torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([0, 0, 0, 1]))
+        >>> curve.risk.tolist(), curve.area  # three right answers, then a wrong one
+        ([0.0, 0.0, 0.0, 0.25], 0.0625)
     """
     if score.ndim != 1 or score.shape != wrong.shape or not len(score):
         raise BadValueError(
