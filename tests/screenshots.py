@@ -12,7 +12,7 @@ from PIL import Image
 from deltabars.recipes.demo import run_demo
 from tests import browsing
 
-_TALL = {"width": 1280, "height": 1950}
+_TALL = {"width": 1280, "height": 1780}
 
 
 def main(folder: Path) -> None:

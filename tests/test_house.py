@@ -38,7 +38,7 @@ def test_the_core_needs_no_extra():
     """Import everything but the recipes and see that no optional library came along."""
     program = (
         "import sys, deltabars, deltabars.cli, deltabars.metrics, deltabars.ranking\n"
-        "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas'}\n"
+        "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas', 'plotly'}\n"
         "print(sorted(extras & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
