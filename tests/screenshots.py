@@ -12,8 +12,7 @@ from PIL import Image
 from deltabars.recipes.demo import run_demo
 from tests import browsing
 
-_COLOURS = 128  # enough for a page, and a third of the bytes
-_TALL = {"width": 1280, "height": 1950}
+_TALL = {"width": 1280, "height": 1780}
 
 
 def main(folder: Path) -> None:
@@ -38,8 +37,7 @@ def main(folder: Path) -> None:
             shot = Path(place) / f"{name}.png"
             page.screenshot(path=shot)
             with Image.open(shot) as picture:
-                small = picture.convert("RGB").quantize(_COLOURS)
-                small.save(folder / f"report-{name}.png", optimize=True)
+                picture.convert("RGB").save(folder / f"report-{name}.png", optimize=True)
         if trouble:
             raise SystemExit("\n".join(trouble))
 

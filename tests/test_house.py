@@ -37,7 +37,7 @@ def test_the_core_needs_no_extra():
     program = (
         "import sys, deltabars, deltabars.cli, deltabars.metrics, deltabars.ranking\n"
         "extras = {'torchvision', 'matplotlib', 'sklearn', 'scipy', 'pandas', 'IPython'}\n"
-        "extras |= {'lightning', 'pytorch_lightning', 'torchmetrics'}\n"
+        "extras |= {'lightning', 'pytorch_lightning', 'torchmetrics', 'plotly', 'PIL', 'pyarrow'}\n"
         "print(sorted(extras & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -78,6 +78,9 @@ def test_all_parts_are_drawn(page):
         assert page.locator(f"#{plot}-plot .scatterlayer .trace").count() >= 3
         assert len(page.locator(f"#{plot}-summary").inner_text()) > 60
     assert page.locator("#areas tbody tr").count() == 4
+    at_80 = page.locator("#areas tbody tr").first.locator("td").nth(1).inner_text()
+    spaced = at_80.replace("\u202f", " ")
+    assert f"lowest scores, {spaced} are" in page.locator("#ranking-summary").inner_text()
     assert page.locator(".shelf").count() == 10
     assert page.locator(".fact").count() == 8
     drawn = page.locator("#shelves img").evaluate_all("all => all.every(i => i.naturalWidth === 8)")
@@ -225,9 +228,10 @@ def test_an_address_opens_its_input(visit, data):
 
 def test_hostile_names_run_nothing(visit, tmp_path):
     label = '<img src=x onerror="document.title=1">'
-    classes = [label, *"123456789"]
+    classes = [label, *(f"the_name_of_class_{c}_is_long_and_has_no_spaces" for c in range(9))]
     path = digits().save(tmp_path / "x.html", classes=classes, title=f"T {HOSTILE}", ranks=[40])
-    page = visit(path, hash_="#input-7")
+    page = visit(path, hash_="#input-7", viewport=browsing.PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") == browsing.PHONE["width"]
     assert opened(page) == HOSTILE
     assert page.title() == f"T {HOSTILE}"
     assert page.locator("img[src=x]").count() == 0

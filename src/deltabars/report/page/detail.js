@@ -121,7 +121,8 @@ function bars() {
     traces.push({ x: outputs.map((one) => one.truth), y: places, mode: "markers", hoverinfo: "x",
       marker: { symbol: "diamond-open", size: 11, color: colour("wrong"), line: { width: 2 } } });
   }
-  const text = names.map((name) => (name.length > 18 ? name.slice(0, 17) + "…" : name).replaceAll("<", "‹"));
+  // Long names lose their middle: the beginning or the end tells them apart. Plotly reads tags.
+  const text = names.map((name) => (name.length > 18 ? name.slice(0, 8) + "…" + name.slice(-9) : name).replaceAll("<", "‹"));
   const x = axis(data.kind === "gaussian" ? "predicted number" : "probability", { zeroline: true });
   const y = axis("", { tickvals: places, ticktext: text, autorange: "reversed", showgrid: false });
   const frame = layout(x, y, { showlegend: false, barmode: "overlay", bargap: 0.35 });

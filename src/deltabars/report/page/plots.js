@@ -137,7 +137,7 @@ function scores() {
   const decade = Math.floor(Math.log10(edges[0]));
   const ticks = [0, 1, 2, 3, 4].flatMap((up) => [1, 2, 5].map((first) => Number(`${first}e${decade + up}`)))
     .filter((tick) => tick >= edges[0] && tick <= edges[edges.length - 1]);
-  const x = axis("score", { type: "log", tickvals: ticks, ticktext: ticks.map(String) });
+  const x = axis("score", { type: "log", ...(ticks.length > 1 ? { tickvals: ticks, ticktext: ticks.map(String) } : { nticks: 4 }) });
   const frame = layout(x, axis("inputs"));
   return { traces, layout: { ...frame, showlegend: false, bargap: 0 } };
 }
