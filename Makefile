@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench lint screenshots clean
 
 demo: $(VENV)/.demo
-	$(BIN)/deltabars demo
+	$(BIN)/deltabars demo --report deltabars-demo.html
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -20,6 +20,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The pictures of the report in the documentation; needs Chromium.
+screenshots: $(VENV)/.dev
+	$(BIN)/python -m tests.screenshots docs/images
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

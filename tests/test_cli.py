@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltabars.recipes.digits import load_digits
+from tests.pages import data_of
 
 
 def deltabars(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -21,7 +22,7 @@ def deltabars(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    return deltabars("demo", "--quiet", cwd=folder), folder
+    return deltabars("demo", "--quiet", "--report", "digits.html", cwd=folder), folder
 
 
 def number(pattern: str, text: str) -> float:
@@ -68,6 +69,14 @@ def test_demo_draws_a_picture(demo):
     assert picture.stat().st_size > 10_000
 
 
+def test_demo_writes_a_report(demo):
+    done, folder = demo
+    assert "The report, for a browser: digits.html" in done.stdout
+    data = data_of(folder / "digits.html")
+    assert data["total"] == 500
+    assert len(data["rows"]["picture"]) == 500
+
+
 def test_digits_are_the_bundled_scans():
     digits = load_digits()
     assert digits.train_images.shape == (1297, 1, 8, 8)
@@ -87,6 +96,17 @@ def test_bad_file_type_is_refused_before_anything_is_computed(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert "ends in one of .png, .pdf, .svg" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
+    for path, message in (
+        (tmp_path / "x.pdf", "ends in .html"),
+        (tmp_path / "no" / "x.html", "folder"),
+    ):
+        done = deltabars("demo", "--report", str(path), cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("demo", "--nonsense")])

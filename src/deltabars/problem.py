@@ -33,7 +33,7 @@ _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations kept for derivatives, that these take about
 _PROBE = 64  # examples that the model is tried out on
-_FAR_FROM_OPTIMUM = 0.5
+FAR_FROM_OPTIMUM = 0.5
 
 
 class Problem:
@@ -182,7 +182,7 @@ class Problem:
 
     def warn_if_far_from_optimum(self) -> None:
         """Warn where the gradient of the cost is far from zero."""
-        if self.relative_gradient > _FAR_FROM_OPTIMUM:
+        if self.relative_gradient > FAR_FROM_OPTIMUM:
             warnings.warn(
                 "Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
                 f"gradient of norm {float(self.gradient.norm()):.3g}, which is "

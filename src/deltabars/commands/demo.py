@@ -22,7 +22,7 @@ def register(commands: Any) -> None:
         description="Train a small network on scikit-learn's handwritten digits (no download), "
         "fit the hessian, opg, sandwich and ggn estimators, print what they say, and draw the "
         "most and least certain digits. Takes about half a minute on two cores.",
-        epilog="example: deltabars demo --out digits.png",
+        epilog="example: deltabars demo --out digits.png --report digits.html",
     )
     demo.add_argument(
         "--out",
@@ -30,6 +30,12 @@ def register(commands: Any) -> None:
         default=Path("deltabars-demo.png"),
         metavar="FILE",
         help="where the picture goes (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE.html",
+        help="where a page about the test digits goes, to be opened in a browser (default: none)",
     )
     demo.add_argument("--quiet", action="store_true", help="no progress")
     demo.set_defaults(run=run, python=python)
@@ -49,17 +55,31 @@ def run(options: argparse.Namespace) -> None:
             f"--out: expected a file name that ends in one of {', '.join(_PICTURES)}, got "
             f"{options.out.name!r}."
         )
+    if options.report is not None:
+        _check_report(options.report)
     print("Training on 1,297 handwritten digits, then fitting four estimators …", flush=True)
-    result = run_demo(options.out, progress=not options.quiet)
+    result = run_demo(options.out, report=options.report, progress=not options.quiet)
     print(describe(result))
     print(f"\nThe most and least certain test digits: {options.out}")
+    if options.report is not None:
+        print(f"The report, for a browser: {options.report}")
 
 
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
+    report = f", report=Path({str(options.report)!r})" if options.report is not None else ""
     return program(
         "from pathlib import Path",
         "from deltabars.recipes.demo import describe, run_demo",
-        f"\nresult = run_demo(Path({str(options.out)!r}))",
+        f"\nresult = run_demo(Path({str(options.out)!r}){report})",
         "print(describe(result))",
     )
+
+
+def _check_report(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise DeltaBarsError(f"--report: expected a folder that exists, got {path.parent}.")
+    if path.suffix != ".html":
+        raise DeltaBarsError(
+            f"--report: expected a file name that ends in .html, got {path.name!r}."
+        )

@@ -17,6 +17,7 @@ from deltabars.prediction import Prediction
 from deltabars.ranking import least_certain, most_certain
 from deltabars.recipes.digits import L2, Digits, digits_network, load_digits, train_to_convergence
 from deltabars.report.gallery import Row, save_gallery
+from deltabars.report.page import save_report
 
 RANK = 150
 _SHOWN = 8
@@ -46,8 +47,11 @@ class DemoResult:
         return {(x, y): regression(std[x], std[y]) for x, y in pairs}
 
 
-def run_demo(picture: Path, *, progress: bool = True) -> DemoResult:
-    """Train, fit, predict, and draw the most and least certain test digits into `picture`."""
+def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True) -> DemoResult:
+    """Train, fit, predict, and draw the most and least certain test digits into `picture`.
+
+    With `report` also write a page about the ggn fit, whose bound is narrow and a theorem.
+    """
     seconds: dict[str, float] = {}
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
@@ -86,6 +90,16 @@ def run_demo(picture: Path, *, progress: bool = True) -> DemoResult:
         seconds=seconds,
     )
     _draw(picture, digits, predictions["sandwich"])
+    if report is not None:
+        save_report(
+            report,
+            fits["ggn"],
+            digits.test_images,
+            targets=digits.test_labels,
+            prediction=predictions["ggn"],
+            title="Handwritten digits: which predictions to trust",
+            progress=progress,
+        )
     return result
 
 

@@ -10,6 +10,7 @@ from deltabars.errors import BadValueError
 _NEEDED = 3  # points within a bandwidth
 _SPREAD = 1e-8  # of the points around a grid point, in squared bandwidths
 _CHUNK = 8192
+_GRID = 101
 
 
 def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
@@ -62,3 +63,14 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     known = (near >= _NEEDED) & (determinant > _SPREAD * s0**2)
     curve = torch.where(known, (s2 * t0 - s1 * t1) / determinant, torch.nan)
     return curve if y.ndim == 2 else curve[0]
+
+
+def smooth_curve(x: Tensor, y: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+    """101 even grid points from the lowest to the highest x (n,), and y smoothed there.
+
+    Both are empty where there are no points.
+    """
+    if len(x) == 0:
+        return x, y
+    grid = torch.linspace(float(x.min()), float(x.max()), _GRID, dtype=torch.float64)
+    return grid, smooth(x, y, grid, bandwidth)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deltabars.report.smoothing import smooth
+from deltabars.report.smoothing import smooth_curve
 from deltabars.report.style import (
     FAINT,
     FALSE_POSITIVE,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _MOST_DOTS = 100_000  # more would hide one another and swell the file
 _BANDWIDTH = 0.05
-_GRID = 101
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         ("true positives", TRUE_POSITIVE, panel.right),
         ("false positives", FALSE_POSITIVE, ~panel.right),
     ):
-        grid, curve = _curve(p[these], std[these])
+        grid, curve = smooth_curve(p[these], std[these], _BANDWIDTH)
         label = f"{name} ({int(these.sum()):,})"
         axes.plot(grid.numpy(), curve.numpy(), color="white", linewidth=3, zorder=2.5)
         axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=label, zorder=3)
     axes.set_title(panel.title)
     axes.set_xlabel("probability")
-
-
-def _curve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    if len(x) == 0:
-        return x, y
-    grid = torch.linspace(float(x.min()), float(x.max()), _GRID, dtype=torch.float64)
-    return grid, smooth(x, y, grid, _BANDWIDTH)
 
 
 def _sample(count: int) -> Tensor:

@@ -1,0 +1,188 @@
+"""The fit at a glance: its numbers, what they mean in a sentence, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deltabars
+from deltabars.problem import FAR_FROM_OPTIMUM
+from deltabars.report.page.numbers import percent, say
+from deltabars.report.page.subject import Subject
+
+_WIDE = 0.25  # of a score: a mean bound above it hides the differences between inputs
+_LARGE_STD = 0.5  # of a probability: beyond it a first-order error bar is a warning, not a measure
+_ESTIMATORS = {
+    "hessian": "inverse Hessian",
+    "opg": "outer products of gradients",
+    "sandwich": "Hessian and outer products of gradients",
+    "ggn": "generalised Gauss-Newton",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number with its name, and a note on what it is."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to know before trusting the numbers, and what to do about it."""
+
+    title: str
+    text: str
+    grave: bool
+
+
+def facts(subject: Subject) -> list[Fact]:
+    """The numbers of the fit and of its predictions."""
+    fit, prediction = subject.fit, subject.prediction
+    main = fit.pairs_of(next(iter(fit.spectra)))
+    last = float(main.values[-1])
+    found = [
+        Fact("Training examples N", say(fit.num_examples), "that the error bars come from"),
+        Fact("Parameters P", say(fit.num_parameters), "that were fitted"),
+        Fact("Eigenpairs K", say(fit.rank), f"{percent(fit.rank / fit.num_parameters)} of P"),
+        Fact("Estimator", fit.estimator, _ESTIMATORS[fit.estimator]),
+        Fact(
+            "λ_K against λ",
+            f"{say(last)} / {say(fit.level)}",
+            f"last eigenvalue of the {next(iter(fit.spectra))} over the L2 penalty: "
+            f"{say(last / fit.level, 2)} times",
+        ),
+        Fact("Effective parameters", *_effective(subject)),
+        Fact(
+            "Mean bound of the score", percent(_mean_bound(subject)), "how far a score can be off"
+        ),
+    ]
+    if fit.noise is not None:
+        found.append(Fact("Noise σ", say(fit.noise), "of the targets around the mean"))
+    right = subject.right
+    if right is not None:
+        count = f"{int(right.sum()):,} of {len(right):,} right"
+        found.append(Fact("Accuracy", percent(float(right.double().mean())), count))
+    elif subject.kind == "gaussian" and subject.targets is not None:
+        error = (prediction.mean.double() - subject.targets).square().mean().sqrt()
+        found.append(Fact("Root mean squared error", say(float(error)), "over all outputs"))
+    else:
+        found.append(Fact("Inputs", say(len(subject)), "without known targets"))
+    return found
+
+
+def meaning(subject: Subject) -> str:
+    """What the numbers say, in plain sentences."""
+    prediction, right = subject.prediction, subject.right
+    if subject.kind == "gaussian":
+        return (
+            "An error bar says how far a predicted number would move had the network been trained "
+            "on other examples of the same kind; the noise of the targets comes on top of it. "
+            "The score of an input joins the error bars of its outputs in one number."
+        )
+    text = (
+        "An error bar says how far a predicted probability would move had the network been "
+        "trained on other examples of the same kind. The score of an input joins the error bars of "
+        "its classes in one number: look at the highest scores first."
+    )
+    if right is not None and bool(right.any()) and bool((~right).any()):
+        score = prediction.score.double()
+        ratio = float(score[~right].mean() / score[right].mean())
+        text += f" Here wrong predictions have {say(ratio, 2)} times the mean score of right ones."
+    return text
+
+
+def notices(subject: Subject) -> list[Notice]:
+    """Warnings of the fit and of its predictions, the grave ones first."""
+    found = [*_of_the_weights(subject), *_of_the_spectra(subject), *_of_the_bars(subject)]
+    return sorted(found, key=lambda notice: not notice.grave)
+
+
+def versions(subject: Subject, plotly: str) -> str:
+    """What the page was made with."""
+    made = f"deltabars {deltabars.__version__}, plotly {plotly}"
+    torch_version = subject.fit.diagnostics.get("torch")
+    return made + (f"; fitted with torch {torch_version}" if torch_version else "")
+
+
+def _effective(subject: Subject) -> tuple[str, str]:
+    value = say(subject.fit.effective_parameters)
+    low, high = subject.fit.effective_parameters_interval
+    return value, f"in the K pairs; between {say(low)} and {say(high)} of all P"
+
+
+def _mean_bound(subject: Subject) -> float:
+    score, error = subject.prediction.score.double(), subject.prediction.score_error.double()
+    positive = score > 0
+    return float((error[positive] / score[positive]).mean()) if bool(positive.any()) else 0.0
+
+
+def _of_the_weights(subject: Subject) -> list[Notice]:
+    told = subject.fit.diagnostics
+    found = []
+    ratio = float(told.get("relative_gradient", 0.0))
+    if ratio > FAR_FROM_OPTIMUM:
+        text = (
+            f"The gradient of the training cost is {percent(ratio)} of the sum of its two parts, "
+            "where 0 is an optimum. Train longer, or fit with the l2 of the training (the "
+            "weight_decay of SGD or Adam, not of AdamW). Until then compare scores with one "
+            "another, and do not read them as levels."
+        )
+        found.append(Notice("The weights are far from an optimum.", text, True))
+    fitted = told.get("fitted_l2")
+    if fitted is not None and fitted != subject.fit.l2:
+        text = f"The eigenpairs were computed at l2 = {fitted} and moved to {subject.fit.l2}."
+        found.append(Notice("λ is not that of the fit.", text, False))
+    return found
+
+
+def _of_the_spectra(subject: Subject) -> list[Notice]:
+    found = []
+    for name, pairs in subject.fit.spectra.items():
+        told: Mapping[str, Any] = subject.fit.diagnostics.get(name, {})
+        converged = int(told.get("converged", len(pairs)))
+        if converged < len(pairs):
+            text = (
+                f"{len(pairs) - converged:,} of {len(pairs):,} eigenpairs of the {name} did not "
+                f"reach the tolerance {told.get('tolerance', 0):.1g}. Fit again with a smaller "
+                "rank or with more max_products."
+            )
+            found.append(Notice("Eigenpairs have not converged.", text, True))
+        below = float(told.get("tail_below_l2", 0.0))
+        if below > 0 and name == "hessian":
+            text = (
+                f"It was seen to reach {say(below)} below λ, as trained Hessians do. The bounds "
+                "are about the spectrum corrected to λ. For bounds that are theorems fit with "
+                "estimator='opg' or 'ggn'."
+            )
+            found.append(Notice("The Hessian's spectrum reaches below λ.", text, False))
+    return found
+
+
+def _of_the_bars(subject: Subject) -> list[Notice]:
+    found = []
+    bound = _mean_bound(subject)
+    if bound > _WIDE:
+        other = (
+            ""
+            if subject.fit.estimator == "opg"
+            else ", or with estimator='opg', whose bound narrows first"
+        )
+        text = (
+            f"With K = {subject.fit.rank:,} a score is known to ± {percent(bound)} on average. Fit "
+            f"with a larger rank (or rank='auto'){other}, before comparing inputs whose intervals "
+            "overlap."
+        )
+        found.append(Notice("The bound of the scores is wide.", text, True))
+    large = int((subject.prediction.std > _LARGE_STD).any(1).sum())
+    if large and subject.kind != "gaussian":
+        text = (
+            f"{large:,} of {len(subject):,} inputs have a probability with an error bar above "
+            f"{_LARGE_STD}. The weights scatter too far there for a first-order answer: read it as "
+            "“not known”, not as a distance."
+        )
+        found.append(Notice("Some error bars are very large.", text, False))
+    return found

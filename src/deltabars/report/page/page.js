@@ -1,0 +1,67 @@
+// What all parts of the page share: the data, elements, numbers, and the theme.
+const data = JSON.parse(document.getElementById("data").textContent);
+const rows = data.rows;
+const byId = (id) => document.getElementById(id);
+
+// An element; text is always set as text, so that no name can become markup.
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "click") made.addEventListener("click", value);
+    else if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 1) return value.toPrecision(4);
+  if (size >= 1e-4 || size === 0) return value.toFixed(4);
+  return value.toExponential(1);
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)}\u202f%`;
+const className = (label) => data.classes[label];
+const outputName = (row, place) =>
+  data.classes[rows.outputs.which ? rows.outputs.which[row][place] : place];
+
+function picture(row) {
+  if (!rows.picture) return null;
+  const made = element("img", { src: rows.picture[row], alt: `picture of ${rows.name[row]}` });
+  // Few pixels are drawn as squares: smoothing would show what is not there.
+  const sharpen = () => made.classList.toggle("coarse", made.naturalWidth < 64);
+  made.addEventListener("load", sharpen);
+  return made;
+}
+
+function mark(right) {
+  return element("span", { class: right ? "mark yes" : "mark no" }, right ? "✓ right" : "✗ wrong");
+}
+
+const theme = {
+  chosen: false,
+  set(name) {
+    document.documentElement.dataset.theme = name;
+    const button = byId("theme");
+    button.setAttribute("aria-pressed", String(name === "dark"));
+    redrawPlots();
+  },
+  get name() { return document.documentElement.dataset.theme; },
+  start() {
+    const wish = matchMedia("(prefers-color-scheme: dark)");
+    wish.addEventListener("change", () => {
+      if (!theme.chosen) theme.set(wish.matches ? "dark" : "light");
+    });
+    byId("theme").setAttribute("aria-pressed", String(theme.name === "dark"));
+    byId("theme").addEventListener("click", () => {
+      theme.chosen = true;
+      theme.set(theme.name === "dark" ? "light" : "dark");
+    });
+    let before = theme.name;
+    addEventListener("beforeprint", () => { before = theme.name; theme.set("light"); fitPlots(660); });
+    addEventListener("afterprint", () => { theme.set(before); fitPlots(null); });
+  },
+};

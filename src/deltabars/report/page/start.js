@@ -1,0 +1,6 @@
+// Everything once, in the order in which it is seen.
+theme.start();
+startGallery();
+startTable();
+startPlots();
+detail.start();

@@ -1,0 +1,301 @@
+"""The report page in a real browser: Chromium loads it from disk, and a user goes about it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from tests import browsing
+from tests.browsing import column, opened, shown
+from tests.pages import COUNT, HOSTILE, data_of, digits
+
+if browsing.CHROMIUM is None and os.environ.get("CI") != "true":
+    pytest.skip("no Chromium here: apt-get install chromium", allow_module_level=True)
+
+LIGHT_AND_DARK = pytest.mark.parametrize("scheme", ["light", "dark"])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsing.chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return digits().save(tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def data(report):
+    return data_of(report)
+
+
+@pytest.fixture(scope="module")
+def trouble():
+    """What went wrong in the browser, and what went out of it."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def no_trouble(trouble):
+    yield
+    assert trouble == []
+
+
+@pytest.fixture(scope="module")
+def visit(browser, report, trouble):
+    """Open the page in a new window."""
+
+    def open_page(path=report, hash_="", **options):
+        return browsing.open_window(browser, path.as_uri() + hash_, trouble, **options)
+
+    return open_page
+
+
+@pytest.fixture(scope="module")
+def window(visit):
+    return visit()
+
+
+@pytest.fixture
+def page(window):
+    """The window as it was when it was opened: loading takes longer than all that is done there."""
+    yield window
+    window.keyboard.press("Escape")
+    window.get_by_role("button", name="Clear filters").click()
+    score = window.locator("th[data-key=score]")
+    while score.get_attribute("aria-sort") != "descending":
+        score.get_by_role("button").click()
+    window.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+
+
+def test_all_parts_are_drawn(page):
+    for plot in ("spectrum", "uncertainty", "ranking"):
+        assert page.locator(f"#{plot}-plot .scatterlayer .trace").count() >= 3
+        assert len(page.locator(f"#{plot}-summary").inner_text()) > 60
+    assert page.locator("#areas tbody tr").count() == 4
+    at_80 = page.locator("#areas tbody tr").first.locator("td").nth(1).inner_text()
+    spaced = at_80.replace("\u202f", " ")
+    assert f"lowest scores, {spaced} are" in page.locator("#ranking-summary").inner_text()
+    assert page.locator(".shelf").count() == 10
+    assert page.locator(".fact").count() == 8
+    drawn = page.locator("#shelves img").evaluate_all("all => all.every(i => i.naturalWidth === 8)")
+    assert drawn
+
+
+def test_sorting_by_every_column(page, data):
+    rows = data["rows"]
+    assert shown(page)[0] == max(range(COUNT), key=lambda i: rows["score"][i])
+    for place, one in enumerate(data["columns"], 1):
+        key = one["key"]
+        button = page.locator("#head th").nth(place - 1).get_by_role("button")
+        button.click()
+        head = page.locator(f"th[data-key={key}]")
+        numeric = one["kind"] in ("number", "percent")
+        first = "descending" if numeric else "ascending"
+        assert head.get_attribute("aria-sort") == first
+        assert page.locator("th[aria-sort]").count() == 1
+        values = [rows[key][i] for i in shown(page)]
+        if key != "name":
+            assert values == sorted(rows[key], reverse=first == "descending")[:50]
+        button.press("Enter")
+        assert head.get_attribute("aria-sort") != first
+        if key != "name":
+            values = [rows[key][i] for i in shown(page)]
+            assert values == sorted(rows[key], reverse=first == "ascending")[:50]
+
+
+def test_filters_and_search(page, data):
+    rows = data["rows"]
+    status = page.locator("#shown")
+    assert status.inner_text() == "Showing 1 to 50 of 300 inputs"
+    page.get_by_role("combobox", name="Prediction", exact=True).select_option("Wrong")
+    wrong = [i for i in range(COUNT) if not rows["right"][i]]
+    assert sorted(shown(page)) == wrong
+    assert (
+        status.inner_text()
+        == f"Showing 1 to {len(wrong)} of {len(wrong)} inputs (filtered from 300)"
+    )
+    page.get_by_role("button", name="Clear filters").click()
+    page.wait_for_selector("#body tr:nth-child(50)")
+    page.get_by_label("Predicted class").select_option("3")
+    assert set(column(page, 2)) == {"3"}
+    page.get_by_label("Target class").select_option("3")
+    both = [i for i in range(COUNT) if rows["label"][i] == 3 and rows["right"][i]]
+    assert sorted(shown(page)) == both
+    page.get_by_role("button", name="Clear filters").click()
+    page.get_by_label("Score from").fill("0.1")
+    page.get_by_label("Score to").fill("0.15")
+    inside = [i for i in range(COUNT) if 0.1 <= rows["score"][i] <= 0.15]
+    assert sorted(shown(page)) == inside[:50] if len(inside) <= 50 else len(shown(page)) == 50
+    assert f"of {len(inside)} inputs" in status.inner_text()
+    page.get_by_role("button", name="Clear filters").click()
+    page.get_by_label("Search names").fill("SCAN-12")
+    assert sorted(shown(page)) == list(range(120, 130))
+    page.get_by_label("Search names").fill("nowhere")
+    assert status.inner_text() == "No inputs (filtered from 300)"
+
+
+def test_pages_of_fifty(page):
+    before, after = (page.get_by_role("button", name=f"{n} page") for n in ("Previous", "Next"))
+    assert before.is_disabled()
+    first = shown(page)
+    for _ in range(5):
+        after.click()
+    assert after.is_disabled()
+    assert page.locator("#shown").inner_text() == "Showing 251 to 300 of 300 inputs"
+    assert not set(first) & set(shown(page))
+
+
+def test_an_input_opens_by_click_and_arrows_move(page, data):
+    order = shown(page)
+    name = data["rows"]["name"]
+    button = page.locator("#body tr").nth(1).get_by_role("button")
+    button.click()
+    assert opened(page) == name[order[1]]
+    assert page.url.endswith(f"#input-{order[1]}")
+    dialog = page.locator("dialog")
+    assert dialog.locator("#bars-plot .barlayer .trace").count() == 2
+    assert dialog.locator("#settling-plot .scatterlayer .trace").count() == 3
+    top = data["rows"]["outputs"]["mean"][order[1]]
+    assert f"{max(top):.4f} ±" in dialog.locator("#bars-summary").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert opened(page) == name[order[2]]
+    assert f"{data['rows']['score'][order[2]]:.4f}" in dialog.locator("#detail-side").inner_text()
+    page.keyboard.press("ArrowLeft")
+    page.get_by_role("button", name="Previous input").click()
+    assert opened(page) == name[order[0]]
+    assert page.get_by_role("button", name="Previous input").is_disabled()
+    page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    assert "#" not in page.url
+    assert button.evaluate("node => node === document.activeElement")
+
+
+def test_by_keyboard_alone(visit, data):
+    page = visit()
+    page.keyboard.press("Tab")
+    skip = page.get_by_role("link", name="Skip to the content")
+    assert skip.evaluate("node => node === document.activeElement")
+    assert skip.bounding_box()["y"] >= 0
+    assert skip.evaluate("node => getComputedStyle(node).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.locator("#body button").first.focus()
+    page.keyboard.press("Enter")
+    assert opened(page) == data["rows"]["name"][shown(page)[0]]
+    assert page.evaluate("document.activeElement.id") == "detail-title"
+    page.keyboard.press("ArrowRight")
+    page.get_by_role("button", name="Previous input").focus()
+    page.keyboard.press("Enter")  # at the first input the button is off, and the focus stays inside
+    assert page.evaluate("document.activeElement.id") == "detail-title"
+    page.keyboard.press("ArrowRight")
+    assert opened(page) == data["rows"]["name"][shown(page)[1]]
+
+
+def test_the_gallery_and_the_plot_open_inputs(page, data):
+    shelf = data["shelves"][0]
+    page.locator(".shelf").first.get_by_role("button").last.click()
+    assert opened(page) == data["rows"]["name"][shelf["least"][-1]]
+    page.keyboard.press("Escape")
+    page.locator("#uncertainty-plot .scatterlayer .point").last.scroll_into_view_if_needed()
+    box = page.locator("#uncertainty-plot .scatterlayer .trace").nth(1).locator(".point").first
+    place = box.bounding_box()
+    page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
+    page.wait_for_selector("#uncertainty-plot .hoverlayer .hovertext")
+    page.mouse.down()
+    page.mouse.up()
+    page.wait_for_selector("dialog[open]")
+    assert opened(page) in data["rows"]["name"]
+
+
+def test_an_address_opens_its_input(visit, data):
+    page = visit(hash_="#input-17")
+    assert opened(page) == "scan-017.png"
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#input-23'")
+    page.wait_for_selector("dialog[open]")
+    assert opened(page) == "scan-023.png"
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = '#input-999'")
+    page.get_by_text("Input 999 is not in this page").wait_for()
+    assert not page.locator("dialog").is_visible()
+
+
+def test_hostile_names_run_nothing(visit, tmp_path):
+    label = '<img src=x onerror="document.title=1">'
+    classes = [label, *(f"the_name_of_class_{c}_is_long_and_has_no_spaces" for c in range(9))]
+    path = digits().save(tmp_path / "x.html", classes=classes, title=f"T {HOSTILE}", ranks=[40])
+    page = visit(path, hash_="#input-7", viewport=browsing.PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") == browsing.PHONE["width"]
+    assert opened(page) == HOSTILE
+    assert page.title() == f"T {HOSTILE}"
+    assert page.locator("img[src=x]").count() == 0
+    assert label in page.locator("#detail-table").text_content()
+
+
+@LIGHT_AND_DARK
+def test_everything_can_be_read(page, scheme):
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_selector(f":root[data-theme={scheme}]")
+    ratio, where = page.evaluate(browsing.CONTRAST)
+    assert 4.5 <= ratio < 99, where
+    page.locator("#body button").first.click()
+    ratio, where = page.evaluate(browsing.CONTRAST)
+    assert ratio >= 4.5, where
+    assert page.evaluate(browsing.NAMELESS) == []
+    assert page.locator("img:not([alt]), img[alt='']").count() == 0
+    assert page.locator("h1").count() == 1
+    levels = page.evaluate(browsing.HEADINGS)
+    assert all(b <= a + 1 for a, b in pairwise(levels))
+    assert page.locator("table:not(:has(caption))").count() == 0
+    for landmark in ("main", "header", "nav", "footer"):
+        assert page.locator(landmark).count() == 1
+    page.emulate_media(color_scheme="light")
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(visit):
+    page = visit()
+    colour = partial(page.evaluate, "getComputedStyle(document.body).backgroundColor")
+    tick = partial(page.evaluate, "document.querySelector('#spectrum-plot .xtick text').style.fill")
+    light, black = colour(), tick()
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_selector(":root[data-theme=dark]")
+    assert colour() != light
+    assert tick() != black
+    button = page.get_by_role("button", name="Dark mode")
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    assert (colour(), tick()) == (light, black)
+    page.emulate_media(color_scheme="light")
+    page.emulate_media(color_scheme="dark")
+    assert colour() == light
+
+
+def test_on_a_phone(visit):
+    page = visit(viewport=browsing.PHONE)
+    width = "document.documentElement.scrollWidth"
+    assert page.evaluate(width) == browsing.PHONE["width"]
+    assert page.evaluate(browsing.SMALL) == []
+    for plot in page.locator(".plot .main-svg").all():
+        box = plot.bounding_box()
+        assert box is None or box["x"] + box["width"] <= browsing.PHONE["width"]
+    page.locator("#body button").first.click()
+    assert page.locator("dialog").bounding_box()["width"] == browsing.PHONE["width"]
+    assert page.locator("dialog").evaluate("node => node.scrollWidth <= node.clientWidth")
+    assert page.evaluate(browsing.SMALL) == []
+
+
+def test_on_paper(page):
+    plot = page.locator("#spectrum-plot .main-svg").first
+    before = plot.bounding_box()["width"]
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    assert plot.bounding_box()["width"] == before
+    page.emulate_media(media="print")
+    assert not page.locator("#filters").is_visible()
+    assert page.locator("#glance").is_visible()
+    page.emulate_media(media="screen")
