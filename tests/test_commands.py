@@ -18,6 +18,22 @@ from deltabars.ranking import ranked
 from deltabars.runs import Run
 from tests.workshop import L2, RANK, TEST, contents
 
+MANY = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pair = torch.rand(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60)
+
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 120)
+
+
+def loader(batch):
+    return DataLoader(TensorDataset(pair[0][:30], pair[1][:30]), batch_size=batch)
+"""
+
 
 @pytest.fixture
 def own_run(workshop, tmp_path):
@@ -188,6 +204,28 @@ class TestPredict:
         assert main([*map(str, arguments), "--out", str(tmp_path / "a.csv"), "--quiet"]) == 0
         executed(*arguments, "--out", "b.csv")
         assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # it is not trained
+def test_many_classes_and_a_loader_of_ones_own(tmp_path, capsys, executed):
+    """Of more than a hundred classes the five most probable ones, unless others are asked for."""
+    file = tmp_path / "many.py"
+    file.write_text(MANY)
+    run, out = tmp_path / "run", tmp_path / "a.csv"
+    options = ("--model", f"{file}:make", "--data", f"{file}:pair", "--l2", 1, "--rank", 5)
+    result(capsys, "fit", *options, "--device", "cpu", "--out", run)
+    predict = ("predict", run, "--data", f"{file}:loader", "--data-args", '{"batch": 7}')
+    result(capsys, *predict, "--device", "cpu", "--out", out)
+    with out.open(newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [row["target"] for row in rows] == [str(k) for k in range(30)]
+    expected = Run.open(run).load_fit().predict(Run.open(run).load_data().data[0], classes="top5")
+    assert [int(row["class_4"]) for row in rows] == expected.classes[:30, 4].tolist()
+    assert "mean_5" not in rows[0]
+    executed(*predict, "--device", "cpu", "--out", "b.csv")
+    assert out.read_text() == (tmp_path / "b.csv").read_text()
+    assert main(["rank", str(run), "--by", "target", "--quiet"]) == 1
+    assert "the probabilities of all classes" in capsys.readouterr().err
 
 
 class TestRank:

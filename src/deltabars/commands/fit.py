@@ -166,6 +166,14 @@ def python(options: argparse.Namespace) -> str:
     )
 
 
+def interval_of(fit: DeltaFit) -> tuple[float, float] | None:
+    """The interval of the effective parameters; None where no eigenvalue is positive."""
+    try:
+        return fit.effective_parameters_interval
+    except BadValueError:
+        return None
+
+
 def summary(fit: DeltaFit) -> dict[str, Any]:
     """What a fit found, for JSON."""
     l2 = fit.l2 if isinstance(fit.l2, float | int) else dict(fit.l2)
@@ -178,7 +186,7 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
         "l2": l2,
         "level": fit.level,
         "effective_parameters": fit.effective_parameters,
-        "effective_parameters_interval": list(fit.effective_parameters_interval),
+        "effective_parameters_interval": interval_of(fit),
         "relative_gradient": fit.diagnostics["relative_gradient"],
         "spectra": {
             name: {

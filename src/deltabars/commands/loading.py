@@ -48,6 +48,6 @@ def prediction_lines(
         *fit_lines(options, *imports, "from deltabars.sources import NamedData"),
         f"source = run.load_data({made(data)})",
         f"prediction = {predict}",
-        "targets = source.targets",
+        "targets = source.read_targets(fit.signature)",
         "names = [source.name(k) for k in range(len(prediction))]",
     ]

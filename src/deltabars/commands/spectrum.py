@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltabars.commands.fit import summary
+from deltabars.commands.fit import interval_of, summary
 from deltabars.commands.loading import fit_lines
 from deltabars.commands.options import add_output, add_run
 from deltabars.commands.predicting import load_fit, open_run
@@ -110,7 +110,6 @@ def columns_of_spectra(fit: DeltaFit) -> Columns:
 
 
 def _lines(fit: DeltaFit) -> list[str]:
-    low, high = fit.effective_parameters_interval
     lines = [
         f"estimator             {fit.estimator}",
         f"examples N            {fit.num_examples:,}",
@@ -121,10 +120,9 @@ def _lines(fit: DeltaFit) -> list[str]:
     for name, pairs in fit.spectra.items():
         last = float(pairs.values[-1])
         lines.append(f"λ_K of {name:14} {last:.6g} ({last / fit.level:.4g} times λ)")
-    lines.append(
-        f"effective parameters  {fit.effective_parameters:.1f} in the K pairs; in all between "
-        f"{low:.1f} and {high:.1f}"
-    )
+    interval = interval_of(fit)
+    ends = "" if interval is None else "; in all between {:.1f} and {:.1f}".format(*interval)
+    lines.append(f"effective parameters  {fit.effective_parameters:.1f} in the K pairs{ends}")
     for name, pairs in fit.spectra.items():
         lines += ["", f"{name:10} {'k':>7} {'eigenvalue':>14} {'residual':>10}"]
         for k in _some(len(pairs)):

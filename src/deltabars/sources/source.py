@@ -73,6 +73,18 @@ class Source:
         parts = [batch.inputs for batch in self.batches(signature)]
         return _joined(parts)
 
+    def read_targets(self, signature: Signature) -> Tensor | None:
+        """The targets of all inputs, by one pass where they are not known; None if there are none.
+
+        Args:
+            signature: as for `batches`.
+        """
+        if self.targets is not None:
+            return self.targets
+        found = [batch.targets for batch in self.batches(signature)]
+        parts = [targets for targets in found if targets is not None]
+        return torch.cat(parts) if parts else None
+
     def name(self, number: int) -> str:
         """The name of an input, or its number."""
         return str(number) if self.names is None else self.names[number]
