@@ -9,9 +9,9 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
-from deltabars.report.page import save_report
 
 from deltabars.cli import main
+from deltabars.report.page import save_report
 from deltabars.runs import Run
 from tests.scans import command, environment, only_line
 from tests.workshop import TEST, contents

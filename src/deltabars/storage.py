@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltabars.errors import CorruptFileError, FormatVersionError, StorageError
+from deltabars.writing import write_whole
 
 FORMAT_VERSION = 2  # 2 has the scales of parameters with λs of their own
 _ENTRY = "deltabars"
@@ -29,23 +30,19 @@ _LONGEST_HEADER = 64 << 20
 def write(
     path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a file, whole or not at all: to a temporary name beside it, then renamed."""
+    """Write a file, whole or not at all."""
     target = Path(path)
     if not target.parent.is_dir():
         raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = {**header, "format": FORMAT_VERSION}
     content["digest"] = _digest(content, plain)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        save_file(plain, temporary, metadata={_ENTRY: json.dumps(content)})
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, target)
-    except (OSError, SafetensorError) as error:
+        write_whole(
+            target, lambda draft: save_file(plain, draft, metadata={_ENTRY: json.dumps(content)})
+        )
+    except SafetensorError as error:
         raise StorageError(f"Cannot write {target}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

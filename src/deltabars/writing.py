@@ -20,9 +20,11 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    draft = path.with_name(f"draft-{path.name}")
+    draft = path.with_name(f"draft-{os.getpid()}-{path.name}")
     try:
         writer(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
         os.replace(draft, path)
     except OSError as error:
         raise StorageError(f"Cannot write {path}: {error.strerror or error}.") from error

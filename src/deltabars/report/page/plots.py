@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance import Tail
+from deltabars.metrics import RiskCoverage, risk_coverage
 from deltabars.report.page.numbers import percent, say, short
-from deltabars.report.page.risk import RiskCoverage, risk_coverage
 from deltabars.report.page.subject import Subject
 from deltabars.report.smoothing import smooth_curve
 

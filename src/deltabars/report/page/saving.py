@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError, MissingDependencyError, StorageError
+from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitted import DeltaFit
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
@@ -20,6 +20,7 @@ from deltabars.report.page.reading import Source, joined_targets
 from deltabars.report.page.rows import rows_of
 from deltabars.report.page.settling import choose_ranks, settle, silent
 from deltabars.report.page.subject import check_subject
+from deltabars.writing import check_can_write, write_text
 
 TITLE = "Which predictions to trust"
 
@@ -88,7 +89,7 @@ def save_report(
     places = choose_rows(subject, rows, shelves)
     settling, images = settle(fit, source, subject.prediction, places, steps, pictures, progress)
     data = rows_of(subject, places, settling, images)
-    _write(target, assemble(subject, data, shelves, str(title), library, version))
+    write_text(target, assemble(subject, data, shelves, str(title), library, version))
 
 
 def _predict(fit: DeltaFit, source: Source, progress: bool) -> tuple[Prediction, Tensor | None]:
@@ -119,17 +120,5 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise BadValueError(f"path: expected a name that ends in .html, got {target.name!r}.")
-    if not target.parent.is_dir():
-        raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
+    check_can_write(target, "path")
     return target
-
-
-def _write(target: Path, page: str) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        raise StorageError(f"Cannot write {target}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
