@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/deltabars demo --report deltabars-demo.html
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.dev
 	$(BIN)/deltabars bench

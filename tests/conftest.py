@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,30 +50,45 @@ def quick_run(scans, tmp_path_factory) -> Run:
     return Run(scans, out, done)
 
 
-# The longest first: a worker that begins one at the end keeps the other waiting. (It needs
-# --no-loadscope-reorder: of itself xdist begins with the files of most tests.)
+# The longest files, longest first: a worker that begins one at the end keeps the other waiting.
 LONGEST = (
     "test_reproduction_small",
-    "reproduction",
+    "test_reproduction",
+    "test_reproduction_numbers",
+    "test_reproduction_refused",
+    "test_docs",
     "test_bench",
     "test_estimators",
+    "test_reference",
+    "test_memory",
     "test_zoo",
+    "test_commands_processes",
+    "test_integration_processes",
+    "test_notebook",
 )
-# What is run once a session is so once a worker: the files that share it go to one of them.
-SHARED = {"quick_run": "reproduction"}
+# What is made once a session is made once a worker: the files of quick_run go to one of them.
+TOGETHER = LONGEST[1:4]
 
 
 def pytest_collection_modifyitems(items):
-    files = {item.path: item.path.stem for item in items}
-    for item in items:
-        for fixture, group in SHARED.items():
-            if fixture in getattr(item, "fixturenames", ()):
-                files[item.path] = group
-
     def place(item):
-        group = files[item.path]
-        return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+        stem = item.path.stem
+        return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(files[item.path]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Whole files to a worker, in the order above; of itself xdist begins with those of most tests,
+    and the longest one, which has few, would come last.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class InOrder(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return TOGETHER[0] if Path(file).stem in TOGETHER else file
+
+    config.option.loadscopereorder = False
+    return InOrder(config, log)

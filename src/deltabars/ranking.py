@@ -51,6 +51,17 @@ def ranked(
 
     Raises:
         BadValueError: the prediction does not have the numbers that are asked for.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.ranking import ranked
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> out = fit.predict(digits.test_images)
+        >>> first = ranked(out, 10, by="probability")  # the ten least confident predictions
+        >>> bool(out.mean.amax(1)[first].max() < 0.5)
+        True
     """
     doubt = _doubt(prediction, by, targets)
     order = doubt.sort(descending=not most_certain, stable=True).indices
