@@ -15,8 +15,6 @@ from tests.pages import COUNT, HOSTILE, data_of, digits
 if browsing.CHROMIUM is None and os.environ.get("CI") != "true":
     pytest.skip("no Chromium here: apt-get install chromium", allow_module_level=True)
 
-LIGHT_AND_DARK = pytest.mark.parametrize("scheme", ["light", "dark"])
-
 
 @pytest.fixture(scope="module")
 def browser():
@@ -65,12 +63,7 @@ def window(visit):
 def page(window):
     """The window as it was when it was opened: loading takes longer than all that is done there."""
     yield window
-    window.keyboard.press("Escape")
-    window.get_by_role("button", name="Clear filters").click()
-    score = window.locator("th[data-key=score]")
-    while score.get_attribute("aria-sort") != "descending":
-        score.get_by_role("button").click()
-    window.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    browsing.reset(window)
 
 
 def test_all_parts_are_drawn(page):
@@ -238,7 +231,7 @@ def test_hostile_names_run_nothing(visit, tmp_path):
     assert label in page.locator("#detail-table").text_content()
 
 
-@LIGHT_AND_DARK
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read(page, scheme):
     page.emulate_media(color_scheme=scheme)
     page.wait_for_selector(f":root[data-theme={scheme}]")
@@ -298,4 +291,9 @@ def test_on_paper(page):
     page.emulate_media(media="print")
     assert not page.locator("#filters").is_visible()
     assert page.locator("#glance").is_visible()
+    page.set_viewport_size({"width": 760, "height": 1000})  # A4
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.scrollWidth") == 760
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
+    page.set_viewport_size(browsing.DESK)
