@@ -84,6 +84,16 @@ def open_window(
     return page
 
 
+def reset(page: Any) -> None:
+    """Close the input, clear the filters, and sort by the score."""
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Clear filters").click()
+    score = page.locator("th[data-key=score]")
+    while score.get_attribute("aria-sort") != "descending":
+        score.get_by_role("button").click()
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+
+
 def column(page, place: int) -> list[str]:
     return page.locator(f"#body tr > :nth-child({place})").all_inner_texts()
 
