@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test bench lint screenshots clean
+.PHONY: demo test bench lint docs screenshots clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltabars demo --report deltabars-demo.html
@@ -21,6 +21,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # The pictures of the report in the documentation; needs Chromium.
 screenshots: $(VENV)/.dev
 	$(BIN)/python -m tests.screenshots docs/images
@@ -36,4 +39,4 @@ $(VENV)/.dev: $(VENV)/.demo peers.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

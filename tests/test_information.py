@@ -28,6 +28,6 @@ def test_turned_digits_are_told_by_the_mutual_information():
     upright, turned = fit.predict(images), fit.predict(images.rot90(1, (2, 3)))
     by_information = auroc(turned.mutual_information, upright.mutual_information)
     by_maximum = auroc(-turned.mean.amax(1), -upright.mean.amax(1))
-    # 0.97 and 0.94 on all 10,000 (docs/guide.md); 300 of them vary by about 0.01.
+    # 0.97 and 0.94 on all 10,000 (docs/numbers.md); 300 of them vary by about 0.01.
     assert by_information > 0.94
     assert by_information > by_maximum

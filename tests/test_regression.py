@@ -139,7 +139,7 @@ def test_noise_of_a_network_is_exact(estimator, noise):
         fit = deltabars.fit(
             case.model, case.data, likelihood=Gaussian(noise), rank=rank, **options
         )  # fmt: skip
-        if estimator == "hessian":  # the spectrum below λ is corrected, see the guide
+        if estimator == "hessian":  # the spectrum below λ is corrected, see docs/numbers.md
             continue
         out = fit.predict(case.unseen)
         assert bool((out.std_low - 1e-9 <= exact.sqrt()).all())
