@@ -1,4 +1,4 @@
-"""`deltabars reproduce mnist --small` as it stands in the documentation, on scikit-learn's digits."""
+"""`deltabars reproduce mnist --small` as it is documented, on scikit-learn's digits."""
 
 from __future__ import annotations
 
