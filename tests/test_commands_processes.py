@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,15 @@ def test_the_printed_python_of_completion_prints_the_script(script, capsys):
     assert main(["completion", "bash", "--print-python"]) == 0
     exec(compile(capsys.readouterr().out, "printed", "exec"), {})
     assert capsys.readouterr().out == script.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
+def test_ctrl_c_while_torch_is_imported(seconds):
+    process = subprocess.Popen(
+        command("spectrum", "--help"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert "Traceback" not in error
+    assert error in ("", "deltabars: interrupted\n")

@@ -1,13 +1,19 @@
 """Error bars for the predictions of any trained PyTorch network, by the Delta method."""
 
-from deltabars import curvature, eigen, errors, likelihoods
-from deltabars.eigen import EigenPairs
-from deltabars.fitted import DeltaFit
-from deltabars.fitting import fit
-from deltabars.loading import load
-from deltabars.parameters import last_layer
-from deltabars.prediction import Prediction
-from deltabars.problem import Problem
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltabars import curvature, eigen, errors, likelihoods
+    from deltabars.eigen import EigenPairs
+    from deltabars.fitted import DeltaFit
+    from deltabars.fitting import fit
+    from deltabars.loading import load
+    from deltabars.parameters import last_layer
+    from deltabars.prediction import Prediction
+    from deltabars.problem import Problem
 
 __version__ = "0.3.0"
 
@@ -24,3 +30,30 @@ __all__ = [
     "likelihoods",
     "load",
 ]
+
+_ROOMS = {
+    "DeltaFit": "fitted",
+    "EigenPairs": "eigen",
+    "Prediction": "prediction",
+    "Problem": "problem",
+    "fit": "fitting",
+    "last_layer": "parameters",
+    "load": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used.
+
+    torch takes seconds to import, and a command must be able to answer Ctrl-C in them.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = importlib.import_module(f"{__name__}.{_ROOMS.get(name, name)}")
+    found = getattr(room, name) if name in _ROOMS else room
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,6 +6,7 @@ Exit codes: 0, it worked; 1, it failed, with one line on stderr that says why; 2
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import sysconfig
@@ -16,21 +17,11 @@ from pathlib import Path
 from typing import TextIO
 
 import deltabars
-from deltabars.commands import (
-    bench,
-    completion,
-    demo,
-    fit,
-    predict,
-    rank,
-    report,
-    reproduce,
-    spectrum,
-)
-from deltabars.commands.config import with_config
 from deltabars.errors import DeltaBarsError, DeltaBarsWarning
 
-_COMMANDS = (demo, fit, predict, rank, spectrum, report, reproduce, bench, completion)
+_COMMANDS = (
+    "demo", "fit", "predict", "rank", "spectrum", "report", "reproduce", "bench", "completion",
+)  # fmt: skip
 _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
@@ -41,8 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
-    parser, commands = make_parser()
     try:
+        parser, commands = make_parser()  # imports torch, which takes its time
+        from deltabars.commands.config import with_config
+
         options = parser.parse_args(with_config(given, commands))
         debug = options.debug
         if options.print_python:
@@ -76,7 +69,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     parser.add_argument("--version", action="version", version=deltabars.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
-        command.register(commands)
+        importlib.import_module(f"deltabars.commands.{command}").register(commands)
     for of_command in commands.choices.values():
         of_command.allow_abbrev = False  # a shortened --config would not be seen
         add = of_command.add_argument
