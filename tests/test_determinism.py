@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from deltabars.curvature.pooling import unpool
-from deltabars.reproduction.determinism import same_bits
+from deltabars.determinism import same_bits
 
 WANTED = (True, False, False, False)
 

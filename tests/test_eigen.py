@@ -8,7 +8,8 @@ from scipy import sparse
 from scipy.sparse import linalg
 
 from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
-from deltabars.eigen.pairs import audit, residual_scale
+from deltabars.eigen.auditing import audit
+from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import BadValueError, ConvergenceWarning, DeltaBarsError
 from tests.spectra import SIZE, SPECTRA, matrix_with
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch, check_can_be_read_again, is_fixed, iterate, labelled
+from deltabars.determinism import with_own_numbers
 from deltabars.errors import DataError
 from deltabars.inputs import Signature, leaves, map_leaves
 
@@ -21,7 +22,8 @@ class TrainingData:
 
     The first pass checks and counts them and keeps them on the device if they fit `budget`
     bytes; otherwise every pass reads them again. Data that come from a loader are read a second
-    time at once, to make sure that a pass repeats (in any order).
+    time at once, to make sure that a pass repeats (in any order). The order of a loader that
+    shuffles with torch's own generator is another one on each pass, and the same ones each time.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class TrainingData:
     ) -> None:
         check_can_be_read_again(data)
         self._data = data
+        self._passes = 0
         self._device = device
         self._dtype = dtype
         kept: list[Batch] | None = []
@@ -83,7 +86,8 @@ class TrainingData:
             )
 
     def _read(self) -> Iterator[Batch]:
-        for raw in iterate(self._data, _READ_SIZE):
+        self._passes += 1  # another seed for each: what is random in the data must not be hidden
+        for raw in with_own_numbers(iterate(self._data, _READ_SIZE), self._passes):
             batch = labelled(raw)
             if len(batch):
                 yield batch

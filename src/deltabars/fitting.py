@@ -17,6 +17,7 @@ from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.likelihoods import Likelihood
+from deltabars.manifest import manifest
 from deltabars.network import fingerprint
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
@@ -53,6 +54,7 @@ def fit(
     residual_tolerance: float | None = None,
     max_products: int | None = None,
     smallest: int = 0,
+    deterministic: bool = False,
     progress: bool = True,
 ) -> DeltaFit:
     """Compute the eigenpairs that put error bars on a trained network's predictions.
@@ -86,7 +88,8 @@ def fit(
         solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
             (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
             and GGN; a sandwich takes its H from Lanczos).
-        seed: of the start vectors; the same seed gives the same bits on a CPU.
+        seed: of the start vectors; the same seed gives the same bits on a CPU, whatever the number
+            of a loader's workers and whatever the program drew from torch's generators.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes to stay within; half of the free memory by default.
         batch_size: examples worked on at a time, whatever the loader's batches are; by default
@@ -97,6 +100,10 @@ def fit(
         max_products: products a matrix at the most; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
+        deterministic: the same seed gives the same bits on a GPU too: of the fit, where
+            `memory_budget` is given or does not bind, and of its predictions. With torch's
+            deterministic algorithms alone; a model with an operation that has none is refused. On a
+            CPU it changes nothing.
         progress: whether to show it.
 
     Returns:
@@ -145,6 +152,7 @@ def fit(
             dtype=dtype,
             memory_budget=memory_budget,
             chunk_size=batch_size,
+            deterministic=deterministic,
             on_progress=bar.show,
         )
     if rank is None:
@@ -153,7 +161,22 @@ def fit(
         options = replace(options, rank=problem.num_reached)
     check_rank(options.rank, problem.num_parameters)
     problem.warn_if_far_from_optimum()
+    weights = fingerprint(model)
+    given = {
+        "estimator": estimator,
+        "rank": options.rank if rank is None else rank,
+        "tolerance": tolerance,
+        "probe": None if probe is None else "given",
+        "solver": solver,
+        "seed": options.seed,
+        "memory_budget": memory_budget,
+        "batch_size": batch_size,
+        "residual_tolerance": residual_tolerance,
+        "max_products": max_products,
+        "smallest": smallest,
+    }
     diagnostics: dict[str, Any] = {
+        "manifest": manifest(problem, weights, given),
         "mean_loss": problem.mean_loss,
         "given_l2": problem.given_l2,
         "cost": problem.mean_loss + problem.penalty,
@@ -187,7 +210,7 @@ def fit(
         likelihood=problem.likelihood,
         network=problem.network,
         signature=problem.data.signature,
-        weights=fingerprint(model),
+        weights=weights,
         memory_budget=memory_budget,
         progress=progress,
     )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deltabars.definitions import AsDefined
+from deltabars.determinism import same_bits
 from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
@@ -38,6 +39,7 @@ class Network:
     dtype: torch.dtype
     # By parameter: derivatives are by ω/scale, that is, times the scale; empty for plain ones.
     scales: Mapping[str, float] = field(default_factory=dict)
+    deterministic: bool = False  # whether a GPU is to give the same bits each time
 
     @classmethod
     def capture(
@@ -46,11 +48,14 @@ class Network:
         selection: Selection | ParameterSpace = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        deterministic: bool = False,
     ) -> Network:
         """Copy a model's state; `device` and `dtype` default to the model's own.
 
         Half-precision models are computed in float32.
         """
+        if not isinstance(deterministic, bool):
+            raise BadValueError(f"deterministic: expected True or False, got {deterministic!r}.")
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
         space = (
@@ -89,7 +94,7 @@ class Network:
             )
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
-        return cls(model, space, trained, copies, place, kind)
+        return cls(model, space, trained, copies, place, kind, deterministic=deterministic)
 
     @property
     def point(self) -> Tensor:
@@ -184,6 +189,10 @@ class Network:
                     f"{name}, which does not. Name the right one with params=[…]."
                 )
 
+    def same_bits(self) -> AbstractContextManager[None]:
+        """Deterministic algorithms alone, where they were asked for; a CPU has no others."""
+        return same_bits(self.deterministic and self.device.type == "cuda")
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Compute in eval mode and full precision; everything is as before afterwards."""
@@ -200,7 +209,7 @@ class Network:
         for module, name, _ in hooked:
             setattr(module, name, OrderedDict())
         try:
-            with full_precision(self.device), _not_compiled():
+            with self.same_bits(), full_precision(self.device), _not_compiled():
                 yield
         finally:
             for module in training:

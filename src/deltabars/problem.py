@@ -52,6 +52,7 @@ class Problem:
         chunk_size: examples that are worked on at a time; by default as many as the memory
             budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
             the same, half as many are tried, with a warning.
+        deterministic: the same bits each time on a GPU too (see `fit`).
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
@@ -80,13 +81,14 @@ class Problem:
         dtype: torch.dtype | None = None,
         memory_budget: int | None = None,
         chunk_size: int | None = None,
+        deterministic: bool = False,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
         loss = read_loss(likelihood)
         self.likelihood = loss.likelihood
         network = model
         if not isinstance(network, Network):
-            network = Network.capture(network, parameters, device, dtype)
+            network = Network.capture(network, parameters, device, dtype, deterministic)
         given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)

@@ -38,6 +38,7 @@ def save(fit: DeltaFit, path: Any) -> None:
             for name, shape in zip(space.names, space.shapes, strict=True)
         ],
         "weights": fit.weights,
+        "deterministic": fit.network.deterministic,
         "inputs": asdict(fit.signature),
         "diagnostics": dict(fit.diagnostics),
         "statistics": {name: dict(pairs.statistics) for name, pairs in fit.spectra.items()},

@@ -10,9 +10,10 @@ import deltabars.eigen as eigen
 from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
+from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import default_block_size
-from deltabars.eigen.pairs import audit, embed, is_whole
+from deltabars.eigen.pairs import embed, is_whole
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
@@ -96,6 +97,7 @@ def solve(
     """
     started = time.perf_counter()
     with (
+        operator.problem.network.same_bits(),
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
     ):
@@ -103,6 +105,7 @@ def solve(
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
         quality = audit(operator, pairs, options.seed)
+        warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
             floor = operator.row_shift

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
-from deltabars.summation import inner
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
@@ -200,28 +199,3 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
             ConvergenceWarning,
             stacklevel=4,
         )
-
-
-def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
-    """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
-
-    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
-    its mean square is the sum of theirs.
-
-    Returns:
-        `orthogonality`, the largest entry of |QQᵀ − I|; `residual_rms`, the root mean square of
-        ‖Aq − λq‖; `largest_residual` as the solver reported it.
-    """
-    vectors = pairs.vectors
-    gram = inner(vectors, vectors)
-    gram.diagonal().sub_(1.0)
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
-    signs = signs.to(vectors.device, vectors.dtype)
-    image = operator.matmat((signs @ vectors)[None])[0]
-    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
-    return {
-        "orthogonality": float(gram.abs().max()),
-        "residual_rms": float(rest.norm()) / len(pairs) ** 0.5,
-        "largest_residual": float(pairs.residuals.max()),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,3 +39,22 @@ def same_bits(wanted: bool) -> Iterator[None]:
         _MEMORY.fill_uninitialized_memory, _CUDNN.benchmark = fill, benchmark
         if environment is None:
             os.environ.pop(_CUBLAS, None)
+
+
+def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Go through batches with torch's random numbers begun at a seed, as far as they draw any.
+
+    A loader that shuffles then has the same order, whatever the program drew before; and what the
+    program draws next is what it would have drawn without this.
+    """
+    state = torch.Generator().manual_seed(seed).get_state()
+    iterator = iter(batches)
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            state = torch.get_rng_state()
+        yield batch

@@ -1,0 +1,77 @@
+"""Eigenpairs held to what their solver promised: measured against the matrix itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from deltabars.eigen.pairs import EigenPairs, default_tolerance, residual_scale
+from deltabars.errors import ConvergenceWarning
+from deltabars.summation import inner
+
+_FAR = 10  # times: the random signs of a measurement never make that much by themselves
+_ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long sum can be off by
+
+
+def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
+    """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
+
+    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
+    its mean square is the sum of theirs.
+
+    Returns:
+        `orthogonality`, the largest entry of |QQᵀ − I|; `residual_rms`, the root mean square of
+        ‖Aq − λq‖; `largest_residual` as the solver reported it; and the limits of the first two,
+        `orthogonality_limit` and `residual_limit`: some times what the solver promised, and the
+        rounding of a product.
+    """
+    vectors = pairs.vectors
+    gram = inner(vectors, vectors)
+    gram.diagonal().sub_(1.0)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
+    signs = signs.to(vectors.device, vectors.dtype)
+    image = operator.matmat((signs @ vectors)[None])[0]
+    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
+    usual = default_tolerance(vectors.dtype)
+    tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
+    promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)
+    norm = max(abs(float(pairs.values[0])), abs(pairs.least))
+    rounding = _ROUNDING * torch.finfo(vectors.dtype).eps * norm
+    return {
+        "orthogonality": float(gram.abs().max()),
+        "orthogonality_limit": _FAR * usual,
+        "residual_rms": float(rest.norm()) / len(pairs) ** 0.5,
+        "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
+        "largest_residual": float(pairs.residuals.max()),
+    }
+
+
+def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> None:
+    """Warn where pairs are far from what their solver promised: what follows is not to be trusted.
+
+    Args:
+        name: of the matrix.
+        found: as `audit` returns it.
+    """
+    if not found["orthogonality"] <= found["orthogonality_limit"]:
+        warnings.warn(
+            f"Eigenvectors of the {name}: expected orthonormal ones, to "
+            f"{found['orthogonality_limit']:.1g}, got entries of QQᵀ − I of up to "
+            f"{found['orthogonality']:.2g}: error bars can be wrong by as much and more. Use "
+            "solver='krylov' or dtype=torch.float64.",
+            ConvergenceWarning,
+            stacklevel=stacklevel,
+        )
+    if not found["residual_rms"] <= found["residual_limit"]:
+        warnings.warn(
+            f"Eigenpairs of the {name}: expected ‖Aq − λq‖ up to {found['residual_limit']:.2g}, "
+            f"got {found['residual_rms']:.2g} (root mean square): products with the matrix are not "
+            "those of one symmetric matrix, and the error bars cannot be trusted. Look in the "
+            "model for derivatives of its own (autograd.Function) that are wrong or random, or "
+            "use dtype=torch.float64.",
+            ConvergenceWarning,
+            stacklevel=stacklevel,
+        )
