@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import deltabars
 from deltabars.covariance import Tail, build_covariance
+from deltabars.errors import OptimumWarning, SpectrumWarning
 from tests.conftest import cached_case
 from tests.networks import NETWORKS
 
@@ -249,11 +251,14 @@ def test_more_pairs_than_examples_in_float32_stay_at_or_above_l2():
     model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
     data = torch.randn(20, 40), torch.randint(0, 3, (20,))
     for l2 in (1e-2, 1e-6):
-        with pytest.warns(deltabars.errors.OptimumWarning):
+        # Of an eigenvalue 1e-6 beside one of 2, a quarter is rounding.
+        told = pytest.warns(SpectrumWarning, match="can tell λ from") if l2 < 1e-5 else nullcontext()
+        with pytest.warns(OptimumWarning), told:
             fit = deltabars.fit(model, data, l2=l2, rank=50, solver="krylov", progress=False)
         assert float(fit.spectra["opg"].values[-1]) >= l2
         assert fit.diagnostics["opg"]["orthogonality"] < 1e-6
-        assert float(fit.with_l2(l2 / 10).spectra["opg"].values[-1]) > 0
+        with told:
+            assert float(fit.with_l2(l2 / 10).spectra["opg"].values[-1]) > 0
 
 
 def test_tail_leaves_out_what_is_not_positive():

@@ -196,7 +196,9 @@ def fit(
         operator = OPERATORS[name](problem)
         growth = None if chosen is None else chosen.growth(name, estimator, spectra)
         spectra[name], diagnostics[name] = solve(name, operator, options, progress, growth)
-        warn_about_spectrum(name, spectra[name].values, problem.l2, problem.num_parameters)
+        warn_about_spectrum(
+            name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
+        )
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name], problem)
     spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}

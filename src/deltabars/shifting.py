@@ -18,7 +18,9 @@ def with_l2(fit: DeltaFit, l2: L2) -> DeltaFit:
     shift = decay.level - fit.level
     spectra = {name: pairs.shifted(shift) for name, pairs in fit.spectra.items()}
     for name, pairs in spectra.items():
-        warn_about_spectrum(name, pairs.values, decay.level, fit.num_parameters, stacklevel=4)
+        warn_about_spectrum(
+            name, pairs.values, decay.level, fit.num_parameters, pairs.vectors.dtype, stacklevel=4
+        )
     diagnostics = {**fit.diagnostics, "fitted_l2": fit.diagnostics.get("fitted_l2", fit.l2)}
     moved = replace(fit, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={})
     if "overlap" in fit.__dict__:

@@ -99,10 +99,34 @@ class Tail:
         return (squares - inside).clamp(min=0.0)
 
 
+_LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
+
+
 def warn_about_spectrum(
-    name: str, values: Tensor, l2: float, num_parameters: int, stacklevel: int = 3
+    name: str,
+    values: Tensor,
+    l2: float,
+    num_parameters: int,
+    dtype: torch.dtype,
+    stacklevel: int = 3,
 ) -> None:
-    """Warn where computed eigenvalues cannot serve a covariance, or void the error bound."""
+    """Warn where computed eigenvalues cannot serve a covariance, or void the error bound.
+
+    Args:
+        dtype: of the products that they come from. Those are right to eps·‖A‖, an eigenvalue λ to
+            eps·‖A‖/λ of itself, and error bars in its direction to about as much.
+    """
+    lost = torch.finfo(dtype).eps * float(values[0].abs()) / l2
+    if lost > _LOST:
+        advice = "Use dtype=torch.float64" if dtype != torch.float64 else "Scale the inputs"
+        warnings.warn(
+            f"Expected a largest eigenvalue of the {name} of at most "
+            f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
+            f"{float(values[0]):.3g} for λ = {l2:g}: rounding leaves error bars right to "
+            f"{min(lost, 1.0):.0%}, which their bounds do not count. {advice}, or a larger l2.",
+            SpectrumWarning,
+            stacklevel=stacklevel,
+        )
     negative = int((values <= 0).sum())
     below = int((values < l2 * (1 - 1e-6)).sum())
     if negative:

@@ -26,6 +26,7 @@ from deltabars.eigen.pairs import (
     LEAST_RITZ,
     EigenPairs,
     check_rank,
+    check_tolerance,
     default_tolerance,
     is_whole,
     lower_scale,
@@ -149,8 +150,7 @@ def _solve(
             f"smallest: expected 0 to {matrix.shape[0] - rank} (P − rank), got {smallest}."
         )
     limit = default_tolerance(matrix.dtype) if limits.tolerance is None else limits.tolerance
-    if not limit > 0:
-        raise BadValueError(f"tolerance: expected a number above zero, got {limit}.")
+    check_tolerance(limit, matrix.dtype)
     generator = torch.Generator().manual_seed(seed)
     budget = 2**62 if limits.max_products is None else limits.max_products
     fewest = min(-(-rank // block_size) * block_size, matrix.shape[0])

@@ -41,7 +41,11 @@ class _Products:
         self.products += vectors.shape[0]
         result = self._function(vectors)
         if not bool(result.isfinite().all()):
-            raise BadValueError("Products: expected finite values, got NaN or infinity.")
+            raise BadValueError(
+                "Products: expected finite values, got NaN or infinity: squares of derivatives, or "
+                f"second ones, are beyond {self.dtype}. Scale the inputs or the targets"
+                f"{'' if self.dtype == torch.float64 else ', or use dtype=torch.float64'}."
+            )
         return result
 
 

@@ -188,6 +188,16 @@ def default_tolerance(dtype: torch.dtype) -> float:
     return 1e-10 if dtype == torch.float64 else 1e-5
 
 
+def check_tolerance(tolerance: float, dtype: torch.dtype) -> None:
+    """Refuse a residual that products in this type cannot tell from zero."""
+    least = torch.finfo(dtype).eps
+    if not tolerance >= least:
+        raise BadValueError(
+            f"tolerance: expected a number above zero, from {least:.2g} on ({dtype} tells no less "
+            f"from zero), got {tolerance!r}."
+        )
+
+
 def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
     """Warn with how many pairs have not converged, and the largest residual."""
     bad = int((pairs.residuals > tolerance).sum())

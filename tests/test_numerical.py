@@ -1,0 +1,293 @@
+"""Hard numbers: each answer is right to its stated tolerance, or there is a warning or an error."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import mpmath
+import pytest
+import torch
+from torch import nn
+
+import deltabars
+from deltabars.errors import BadValueError, DataError, OptimumWarning, SpectrumWarning
+from tests.conftest import cached_case
+from tests.networks import Case, minimise
+from tests.oracles import LOSSES, Oracle
+
+ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
+MATRICES = ("opg", "ggn")  # whose interval is a theorem
+CAN_TELL = "can tell λ from"
+
+
+def fitted(case, estimator="opg", rank=None, **options):
+    """A fit at full rank by default. Where the weights are is not what these tests are about."""
+    rank = case.oracle.size if rank is None else rank
+    options = {"l2": case.l2, "progress": False, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimumWarning)
+        return deltabars.fit(case.model, case.data, estimator=estimator, rank=rank, **options)
+
+
+def case_of(model, inputs, targets, unseen, l2=0.1, likelihood="categorical") -> Case:
+    oracle = Oracle(
+        copy.deepcopy(model).double(), _wide(inputs), _wide(targets), l2, likelihood=likelihood
+    )
+    return Case(model, inputs, targets, l2, unseen, oracle)
+
+
+def _wide(values):
+    return values.double() if values.is_floating_point() else values
+
+
+def small(kind="dense", count=12, outputs=3, seed=0, l2=0.1, trained=True):
+    """A network in float64 with a little data of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    new = {"generator": generator, "dtype": torch.float64}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        last = nn.Linear(4, outputs)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), last) if kind == "dense" else None
+        model = (model or nn.Linear(3, outputs)).double()
+    inputs, unseen = torch.randn(count, 3, **new), torch.randn(5, 3, **new)
+    targets = torch.randint(0, outputs, (count,), generator=generator)
+    if trained:
+        minimise(model, lambda: LOSSES["categorical"](model(inputs), targets).mean(), l2, 200)
+    return case_of(model, inputs, targets, unseen, l2)
+
+
+def precise_std(case, estimator):
+    """The oracle's std, with F from softmax probabilities of fifty digits.
+
+    In float64 the oracle's own diag(p) − p pᵀ is rounding where a probability is 1 − 1e-17.
+    """
+    vector, oracle = case.oracle.point, case.oracle
+    outputs = oracle.outputs(vector, _wide(case.unseen)).detach()
+    rows = []
+    with mpmath.workdps(50):
+        for row in outputs.tolist():
+            weights = [mpmath.exp(mpmath.mpf(z) - max(row)) for z in row]
+            p = [weight / mpmath.fsum(weights) for weight in weights]
+            table = [
+                [float(p[i] * ((i == j) - p[j])) for j in range(len(p))] for i in range(len(p))
+            ]
+            rows.append(table)
+    slopes = torch.tensor(rows, dtype=torch.float64)  # (B, C, C)
+    size = slopes.abs().amax(-1, keepdim=True).clamp(min=1e-300)  # squares must not underflow
+    f = (slopes / size) @ oracle.jacobian(_wide(case.unseen))
+    covariance = f @ oracle.parameter_covariance(estimator) @ f.mT
+    return covariance.diagonal(dim1=1, dim2=2).sqrt() * size.squeeze(-1)
+
+
+def assert_contains(out, exact, slack):
+    slack = slack * exact + 1e-150  # the square root of what float64 takes for zero
+    assert bool((out.std_low.double() - slack <= exact).all())
+    assert bool((exact <= out.std_high.double() + slack).all())
+    assert bool(((out.std.double() - exact).abs() <= out.std_error.double() + slack).all())
+
+
+@pytest.mark.parametrize("l2", [1e-12, 1e-8, 1e-4, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
+@pytest.mark.parametrize("estimator", MATRICES)
+def test_any_l2_in_float64(estimator, solver, l2):
+    """An eigenvalue λ is right to eps·‖A‖/λ of itself, 2e-4 for 1e-12, and so is a std."""
+    case = small(trained=False)
+    case = case_of(case.model, *case.data, case.unseen, l2)
+    exact = case.oracle.std(estimator, case.unseen)
+    whole = fitted(case, estimator, solver=solver)
+    tolerance = max(1e-10, 2e-16 / l2)
+    torch.testing.assert_close(whole.predict(case.unseen).std, exact, rtol=tolerance, atol=0)
+    for rank in (1, 9, 20):
+        part = fitted(case, estimator, rank, solver=solver)
+        assert_contains(part.predict(case.unseen), exact, tolerance)
+
+
+@pytest.mark.parametrize("l2", [1e-8, 1e-6, 1e-4, 1.0, 1e6])
+@pytest.mark.parametrize("solver", ["dense", "krylov"])
+@pytest.mark.parametrize("estimator", MATRICES)
+def test_any_l2_in_float32_is_right_or_warned_of(estimator, solver, l2):
+    case = small(trained=False)
+    narrow = copy.deepcopy(case.model).float()
+    case = case_of(narrow, case.inputs.float(), case.targets, case.unseen.float(), l2)
+    exact = case.oracle.std(estimator, case.unseen.double())
+    largest = float(torch.linalg.eigvalsh(case.oracle.matrix(estimator))[-1])
+    lost = torch.finfo(torch.float32).eps * largest / l2
+    told = pytest.warns(SpectrumWarning, match=CAN_TELL) if lost > 0.05 else nullcontext()
+    with told:
+        found = fitted(case, estimator, solver=solver).predict(case.unseen).std
+    if lost <= 0.05:
+        # Twice: eigenvalues and eigenvectors, each to eps·‖A‖/λ; and what float32 adds anyhow.
+        worst = float((found.double() / exact - 1).abs().max())
+        assert worst <= 2 * lost + 1e-5
+
+
+def test_moving_l2_down_is_warned_of_too():
+    fit = fitted(cached_case("dense"), dtype=torch.float32, rank=9)
+    with pytest.warns(SpectrumWarning, match=r"right to \d+%.*Use dtype=torch.float64"):
+        fit.with_l2(1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+@pytest.mark.parametrize("estimator", MATRICES)
+def test_logits_up_to_ten_thousand(estimator, scale):
+    """Probabilities down to exp(-1e4) = 0, and 1 − p far below eps.
+
+    A std below 1e-154 is zero: its square, the variance, underflows.
+    """
+    case = small(trained=False)
+    with torch.no_grad():
+        case.model[2].weight.mul_(scale)
+    case = case_of(case.model, *case.data, case.unseen)
+    outputs = case.model(case.unseen).detach()
+    assert float(outputs.abs().max()) > scale / 2
+    exact = precise_std(case, estimator)
+    for rank, tolerance in ((case.oracle.size, 1e-9), (9, None)):
+        out = fitted(case, estimator, rank).predict(case.unseen)
+        assert bool(out.std.isfinite().all())
+        if tolerance is None:
+            assert_contains(out, exact, 1e-9)
+        else:
+            torch.testing.assert_close(out.std, exact, rtol=tolerance, atol=1e-150)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_confident_networks_in_float32(estimator):
+    """What underflows is zero; logits of 1e2 are good for 1e-5, and so is a probability."""
+    case = small(kind="linear")
+    with torch.no_grad():
+        case.model.weight.mul_(60)
+    wide = case_of(case.model, *case.data, case.unseen)
+    model = copy.deepcopy(case.model).float()
+    narrow = case_of(model, case.inputs.float(), case.targets, case.unseen.float())
+    exact = precise_std(wide, estimator)
+    found = fitted(narrow, estimator).predict(narrow.unseen).std.double()
+    assert float(exact.min()) < 1e-20
+    torch.testing.assert_close(found, exact, rtol=2e-3, atol=1e-38)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("solver", ["dense", "krylov"])
+def test_gradients_that_are_all_zero(estimator, solver):
+    """Every example is certain beyond doubt: each matrix is λI, and the interval has no width."""
+    case = small(kind="linear")
+    with torch.no_grad():
+        case.model.weight.mul_(1e5)
+    targets = case.model(case.inputs).argmax(1)
+    case = case_of(case.model, case.inputs, targets, 1e-5 * case.unseen)
+    assert float(case.oracle.gradients().abs().max()) < 1e-30
+    for rank in (1, 5, case.oracle.size):
+        out = fitted(case, estimator, rank, solver=solver).predict(case.unseen)
+        exact = case.oracle.sensitivity(case.unseen, "probability").norm(dim=-1)
+        exact = exact / (case.l2 * case.oracle.count) ** 0.5
+        torch.testing.assert_close(out.std, exact, rtol=1e-10, atol=1e-14)
+        assert float(out.std_error.max()) < 1e-12
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradients_of_some_examples_that_are_zero(estimator):
+    case = small(kind="linear")
+    inputs = case.inputs.clone()
+    inputs[:5] = 0
+    model = nn.Linear(3, 3, bias=False).double()
+    model.weight = nn.Parameter(case.model.weight.detach())
+    case = case_of(model, inputs, case.targets, case.unseen)
+    assert int((case.oracle.gradients().norm(dim=1) == 0).sum()) == 5
+    for solver in ("dense", "krylov"):
+        found = fitted(case, estimator, solver=solver).predict(case.unseen).std
+        exact = case.oracle.std(estimator, case.unseen)
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
+@pytest.mark.parametrize("estimator", MATRICES)
+def test_fewer_examples_than_pairs(estimator, solver, count):
+    case = small(count=count)
+    exact = case.oracle.std(estimator, case.unseen)
+    for rank in (count, 10, case.oracle.size):
+        out = fitted(case, estimator, rank, solver=solver).predict(case.unseen)
+        assert_contains(out, exact, 1e-10)
+        assert out.std.isfinite().all()
+    torch.testing.assert_close(out.std, exact, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
+@pytest.mark.parametrize("estimator", MATRICES)
+def test_one_example_many_times_over(estimator, solver):
+    """A matrix of rank 1 (or C − 1): the Krylov space is invariant at once."""
+    one = small(count=1)
+    case = case_of(one.model, one.inputs.repeat(9, 1), one.targets.repeat(9), one.unseen)
+    exact = case.oracle.std(estimator, case.unseen)
+    found = fitted(case, estimator, 8, solver=solver)
+    torch.testing.assert_close(found.predict(case.unseen).std, exact, rtol=1e-9, atol=0)
+    assert found.diagnostics[estimator]["orthogonality"] < 1e-12
+
+
+class OneNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.cat([self.weight * x, -x], 1)
+
+
+@pytest.mark.parametrize("solver", ["auto", "dense", "krylov"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_one_parameter_and_two_classes(estimator, solver):
+    x = torch.linspace(-1, 2, 8, dtype=torch.float64)[:, None]
+    case = case_of(OneNumber(), x, (x[:, 0] > 0.3).long(), x[::3])
+    out = fitted(case, estimator, 1, solver=solver).predict(case.unseen)
+    exact = case.oracle.std(estimator, case.unseen)
+    torch.testing.assert_close(out.std, exact, rtol=1e-10, atol=1e-15)
+    torch.testing.assert_close(out.std[:, 0], out.std[:, 1], rtol=1e-12, atol=0)
+    assert float(out.std_error.max()) < 1e-14
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_inputs_of_any_size_in_float64(estimator, scale):
+    """With λ on the scale of the matrix the answer is the unscaled one, times the scale."""
+    case = small(kind="linear")
+    model = nn.Linear(3, 3, bias=False).double()
+    model.weight = nn.Parameter(case.model.weight.detach() / scale)
+    plain = nn.Linear(3, 3, bias=False).double()
+    plain.weight = nn.Parameter(case.model.weight.detach())
+    moved = case_of(model, case.inputs * scale, case.targets, case.unseen * scale, 0.1 * scale**2)
+    still = case_of(plain, *case.data, case.unseen)
+    for rank in (4, 9):
+        there, here = (fitted(each, estimator, rank).predict(each.unseen) for each in (moved, still))
+        for name in ("std", "std_low", "std_high", "score"):
+            found, expected = getattr(there, name), getattr(here, name)
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_squares_beyond_float32_are_refused_or_warned_of():
+    case = small(kind="linear")
+    model = copy.deepcopy(case.model).float()
+    large = case_of(model, 1e30 * case.inputs.float(), case.targets, case.unseen.float())
+    for solver in ("dense", "krylov", "arpack"):
+        with pytest.raises(BadValueError, match=r"Products: .*dtype=torch.float64"):
+            fitted(large, "opg", 4, solver=solver)
+    with torch.no_grad():
+        model.weight.mul_(1e20)
+    with pytest.raises(DataError, match="Losses: expected finite values"):
+        fitted(large, "opg", 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_models_of_half_precision(estimator, dtype):
+    """Their weights and inputs are what they are; the arithmetic is float32, or float64 if asked."""
+    case = small(kind="linear")
+    model = copy.deepcopy(case.model).to(dtype)
+    half = case_of(model, case.inputs.to(dtype), case.targets, case.unseen.to(dtype))
+    exact = half.oracle.std(estimator, half.unseen.double())
+    found = fitted(half, estimator).predict(half.unseen)
+    assert found.std.dtype == torch.float32
+    torch.testing.assert_close(found.std.double(), exact, rtol=1e-4, atol=0)
+    found = fitted(half, estimator, dtype=torch.float64).predict(half.unseen)
+    torch.testing.assert_close(found.std, exact, rtol=1e-9, atol=0)
+    assert next(model.parameters()).dtype == dtype
