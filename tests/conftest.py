@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.networks import NETWORKS, Case, make_case
 from tests.scans import QUICK, Run, deltabars, write_scans
@@ -14,6 +15,13 @@ from tests.workshop import Workshop, make_workshop
 # The networks are tiny: threads would only wait for one another, badly so on a busy machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+# The same examples every time, so that a failure is the change's; `make torture` looks further.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, max_examples=8,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+settings.load_profile("fixed")
 
 cached_case = lru_cache(maxsize=None)(make_case)
 

@@ -76,3 +76,20 @@ def test_inputs_on_another_device_are_refused():
     fit = deltabars.fit(case.model, case.data, l2=case.l2, rank=9, progress=False)
     with pytest.raises(DataError, match=r"expected tensors on the CPU.*got cuda:0"):
         fit.predict(case.unseen.cuda())
+
+
+@pytest.mark.parametrize("estimator", ["opg", "sandwich", "ggn"])
+def test_deterministic_fits_and_predictions_have_the_same_bits(estimator):
+    case = cached_case("convolutional")
+    options = {"l2": case.l2, "device": "cuda", "dtype": torch.float32, "memory_budget": 10**8}
+    options |= {"estimator": estimator, "rank": 12, "solver": "krylov", "progress": False}
+    fits = [deltabars.fit(case.model, case.data, deterministic=True, **options) for _ in range(3)]
+    assert not torch.are_deterministic_algorithms_enabled()
+    first = fits[0].predict(case.unseen)
+    for fit in fits[1:]:
+        for name, pairs in fits[0].spectra.items():
+            assert torch.equal(pairs.vectors, fit.spectra[name].vectors)
+        again = fit.predict(case.unseen)
+        assert torch.equal(first.std, again.std)
+        assert torch.equal(first.std_error, again.std_error)
+    assert fits[0].diagnostics["manifest"]["device_name"] == torch.cuda.get_device_name()

@@ -48,10 +48,11 @@ def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     program draws next is what it would have drawn without this.
     """
     state = torch.Generator().manual_seed(seed).get_state()
-    iterator = iter(batches)
+    iterator: Iterator[Any] | None = None
     while True:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
+            iterator = iter(batches) if iterator is None else iterator  # this may draw as well
             try:
                 batch = next(iterator)
             except StopIteration:
