@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import deltabars.eigen as eigen
+from deltabars.checkpoints import MatrixCheckpoint
 from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import default_block_size
-from deltabars.eigen.pairs import audit, embed, is_whole
+from deltabars.eigen.pairs import audit, embed, is_whole, warn_unconverged
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
@@ -68,6 +69,11 @@ class SolverOptions:
                 f"residual_tolerance: expected a number above zero, got {self.tolerance!r}."
             )
 
+    def as_given(self) -> dict[str, Any]:
+        """The options by the names that `fit` has for them."""
+        own = asdict(self)
+        return {**own, "residual_tolerance": own.pop("tolerance")}
+
     def check_for(self, matrices: tuple[str, ...]) -> None:
         """Refuse options that none of the matrices to be solved can follow."""
         if self.solver == "incremental" and matrices == ("hessian",):
@@ -90,16 +96,23 @@ def solve(
     options: SolverOptions,
     progress: bool,
     growth: ProbeGrowth | None = None,
+    checkpoint: MatrixCheckpoint | None = None,
 ) -> tuple[EigenPairs, dict[str, Any]]:
     """The eigenpairs of one matrix; and how they were found, how good they are, and how long
-    they took. With a growth, as many as are enough by it, up to the rank of the options.
+    they took. With a growth, as many as are enough by it, up to the rank of the options. With a
+    checkpoint, from where it was left.
     """
     started = time.perf_counter()
+    done = None if checkpoint is None else checkpoint.finished(operator.device, growth)
+    if done is not None:
+        if "tolerance" in done[0].statistics:
+            warn_unconverged(done[0], float(done[0].statistics["tolerance"]))
+        return done
     with (
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
     ):
-        pairs = _run(operator, options, bar, growth)
+        pairs = _run(operator, options, bar, growth, checkpoint)
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
         quality = audit(operator, pairs, options.seed)
@@ -111,11 +124,18 @@ def solve(
             quality["data_trace"] = operator.data_trace()
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
-    return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
+    found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
+    if checkpoint is not None:
+        checkpoint.finish(pairs, found, growth)
+    return pairs, found
 
 
 def _run(
-    operator: CurvatureOperator, options: SolverOptions, bar: Progress, growth: ProbeGrowth | None
+    operator: CurvatureOperator,
+    options: SolverOptions,
+    bar: Progress,
+    growth: ProbeGrowth | None,
+    checkpoint: MatrixCheckpoint | None,
 ) -> EigenPairs:
     rank, report = options.rank, bar.show_products
     common: dict[str, Any] = {
@@ -135,12 +155,13 @@ def _run(
         return eigen.arpack(operator, rank, on_step=report, **common)
     if growth is not None:
         common["growth"] = growth
+    common["checkpoint"] = checkpoint
     matrix: CurvatureOperator | _Reached = operator
     places = operator.reached
     if places is not None and rank + options.smallest <= len(places):
         matrix = _Reached(operator, len(places))
     if kind == "incremental" and isinstance(operator, RowOperator):
-        pairs = eigen.incremental_svd(matrix, rank, on_step=report)
+        pairs = eigen.incremental_svd(matrix, rank, on_step=report, checkpoint=checkpoint)
     elif isinstance(operator, HessianOperator):
         common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1, growth)
         pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, on_step=report, **common)
