@@ -142,8 +142,8 @@ class Session:
             return None
         return State(
             running.get("numbers", {}),
-            _below(_RUNNING, snapshot.tensors),
-            _below(_RUNNING, snapshot.rows),
+            _below(f"{_RUNNING}.{matrix}", snapshot.tensors),
+            _below(f"{_RUNNING}.{matrix}", snapshot.rows),
         )
 
     def is_due(self) -> bool:
@@ -168,8 +168,8 @@ class Session:
         if running is not None:
             matrix, state = running
             header[_RUNNING] = {"matrix": matrix, "numbers": dict(state.numbers)}
-            tensors |= _above(_RUNNING, state.tensors)
-            rows |= _above(_RUNNING, state.rows)
+            tensors |= _above(f"{_RUNNING}.{matrix}", state.tensors)
+            rows |= _above(f"{_RUNNING}.{matrix}", state.rows)  # of one matrix, never of another
         began = time.monotonic()
         try:
             self._snapshots.write(header, tensors, rows, last)

@@ -127,9 +127,10 @@ class Snapshots:
         Raises:
             StorageError: it cannot be written; the states before stay as they are.
         """
+        self._listed = {key: part for key, part in self._listed.items() if key in rows}
         for key, part in rows.items():
             self._append(key, part)
-        listed = {key: self._listed[key] for key in rows}
+        listed = dict(self._listed)
         content = {
             **header,
             "token": self._token,
@@ -192,7 +193,8 @@ class Snapshots:
 
     def _remove_others(self) -> None:
         wanted = {*self._states, *(file for files in self._states.values() for file in files)}
-        for _, _, path in list(self._files()):
+        # States before rows, so that none is ever left without its own.
+        for _, _, path in sorted(self._files(), key=lambda file: file[0] != "state"):
             if path.name not in wanted:
                 _remove(path)
 

@@ -105,8 +105,7 @@ def solve(
     started = time.perf_counter()
     done = None if checkpoint is None else checkpoint.finished(operator.device, growth)
     if done is not None:
-        if "tolerance" in done[0].statistics:
-            warn_unconverged(done[0], float(done[0].statistics["tolerance"]))
+        _warn_again(done[0])
         return done
     with (
         full_precision(operator.device),
@@ -128,6 +127,12 @@ def solve(
     if checkpoint is not None:
         checkpoint.finish(pairs, found, growth)
     return pairs, found
+
+
+def _warn_again(pairs: EigenPairs) -> None:
+    """Say of pairs from a checkpoint what their solver said of them."""
+    if pairs.statistics.get("solver") in ("lanczos", "block_krylov"):
+        warn_unconverged(pairs, float(pairs.statistics["tolerance"]))
 
 
 def _run(

@@ -172,9 +172,7 @@ def _solve(
         )
     course = Course(checkpoint, matrix, generator, limits.growth)
     run = _Run(matrix, generator, limit, budget, room, on_step, course, course.restarts)
-    pairs = course.found
-    if pairs is None:
-        pairs = run.largest(rank, block_size, smallest, growth=limits.growth)
+    pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
     if bool((pairs.residuals <= limit).all()):
         pairs = run.with_missed_copies(pairs)
     converged = int((pairs.residuals <= limit).sum())
