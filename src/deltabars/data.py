@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
     columns = zip(*(leaves(batch.inputs) for batch in batches), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return [Batch(map_leaves(lambda _: next(joined), batches[0].inputs), torch.cat(targets))]
+
+
+def fingerprint_of(batches: Iterable[Batch]) -> int:
+    """A number that tells the examples of some batches, in any order, from others."""
+    total = 0
+    for batch in batches:
+        total = _add(total, batch)
+    return total
 
 
 def _add(fingerprint: int, batch: Batch) -> int:

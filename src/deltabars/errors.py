@@ -46,6 +46,14 @@ class WeightsMismatchError(StorageError):
     """The model's weights are not the ones that the file was fitted to."""
 
 
+class CheckpointMismatchError(StorageError):
+    """A checkpoint is of another fit: of other data, weights or options."""
+
+
+class CheckpointInUseError(StorageError):
+    """Another process is using the checkpoint's folder."""
+
+
 class DeltaBarsWarning(UserWarning):
     """The root of every warning that deltabars gives."""
 
@@ -76,3 +84,7 @@ class MemoryWarning(DeltaBarsWarning):
 
 class DataWarning(DeltaBarsWarning):
     """The data can be used, but something in their folder was left out, or looks wrong."""
+
+
+class CheckpointWarning(DeltaBarsWarning):
+    """A checkpoint could not be written or read; the fit goes on without it."""

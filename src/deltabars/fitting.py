@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deltabars.checkpoints import Checkpoint, opened
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
 from deltabars.decay import L2
@@ -16,6 +17,7 @@ from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
+from deltabars.identity import identity_of
 from deltabars.likelihoods import Likelihood
 from deltabars.manifest import manifest
 from deltabars.network import fingerprint
@@ -55,6 +57,7 @@ def fit(
     max_products: int | None = None,
     smallest: int = 0,
     deterministic: bool = False,
+    checkpoint: Checkpoint | None = None,
     progress: bool = True,
 ) -> DeltaFit:
     """Compute the eigenpairs that put error bars on a trained network's predictions.
@@ -104,6 +107,12 @@ def fit(
             `memory_budget` is given or does not bind, and of its predictions. With torch's
             deterministic algorithms alone; a model with an operation that has none is refused. On a
             CPU it changes nothing.
+        checkpoint: a folder in which the state of the fit is saved every minute (a
+            `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
+            goes on from there when it is called again with the same arguments, and ends with the
+            same bits on a CPU; one that had ended returns what it found. Solver `"dense"` and
+            `"arpack"` save whole matrices alone. `progress`, `device` and `batch_size` may change,
+            at the cost of last bits; anything else that differs is refused.
         progress: whether to show it.
 
     Returns:
@@ -111,6 +120,8 @@ def fit(
 
     Raises:
         BadValueError, ModelError, DataError: each says what was expected, found, and to be done.
+        CheckpointMismatchError, CheckpointInUseError: the checkpoint is of another fit, or another
+            process is working on it.
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
     recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
@@ -141,68 +152,83 @@ def fit(
     options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
     options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
-    with Progress("Reading the data", None, "example", progress) as bar:
-        problem = Problem(
-            model,
-            data,
-            likelihood,
-            params,
-            l2,
-            device=device,
-            dtype=dtype,
-            memory_budget=memory_budget,
-            chunk_size=batch_size,
-            deterministic=deterministic,
-            on_progress=bar.show,
-        )
-    if rank is None:
-        options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
-    if automatic:
-        options = replace(options, rank=problem.num_reached)
-    check_rank(options.rank, problem.num_parameters)
-    problem.warn_if_far_from_optimum()
-    weights = fingerprint(model)
-    given = {
-        "estimator": estimator,
-        "rank": options.rank if rank is None else rank,
-        "tolerance": tolerance,
-        "probe": None if probe is None else "given",
-        "solver": solver,
-        "seed": options.seed,
-        "memory_budget": memory_budget,
-        "batch_size": batch_size,
-        "residual_tolerance": residual_tolerance,
-        "max_products": max_products,
-        "smallest": smallest,
-    }
-    diagnostics: dict[str, Any] = {
-        "manifest": manifest(problem, weights, given),
-        "mean_loss": problem.mean_loss,
-        "given_l2": problem.given_l2,
-        "cost": problem.mean_loss + problem.penalty,
-        "parameters_reached": problem.num_reached,
-        "gradient_norm": float(problem.gradient.norm()),
-        "relative_gradient": problem.relative_gradient,
-        "data_fingerprint": f"{problem.data.fingerprint:016x}",
-        "seed": options.seed,
-        "torch": torch.__version__,
-        "device": str(problem.device),
-        "seconds_reading": time.perf_counter() - started,
-    }
-    chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
-    spectra: dict[str, EigenPairs] = {}
-    # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
-    for name in reversed(ESTIMATORS[estimator]):
-        operator = OPERATORS[name](problem)
-        growth = None if chosen is None else chosen.growth(name, estimator, spectra)
-        spectra[name], diagnostics[name] = solve(name, operator, options, progress, growth)
-        warn_about_spectrum(
-            name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
-        )
-        if growth is not None:
-            diagnostics["rank"] = growth.outcome(spectra[name], problem)
+    with opened(checkpoint) as session:
+        budget = memory_budget
+        if budget is None and session is not None:
+            budget = session.memory_budget
+        with Progress("Reading the data", None, "example", progress) as bar:
+            problem = Problem(
+                model,
+                data,
+                likelihood,
+                params,
+                l2,
+                device=device,
+                dtype=dtype,
+                memory_budget=budget,
+                chunk_size=batch_size,
+                deterministic=deterministic,
+                on_progress=bar.show,
+            )
+        weights = fingerprint(model)
+        if rank is None:
+            options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
+        if automatic:
+            options = replace(options, rank=problem.num_reached)
+        check_rank(options.rank, problem.num_parameters)
+        problem.warn_if_far_from_optimum()
+        given = {
+            "estimator": estimator,
+            "rank": options.rank if rank is None else rank,
+            "tolerance": tolerance,
+            "probe": None if probe is None else "given",
+            "solver": solver,
+            "seed": options.seed,
+            "memory_budget": memory_budget,
+            "batch_size": batch_size,
+            "residual_tolerance": residual_tolerance,
+            "max_products": max_products,
+            "smallest": smallest,
+        }
+        diagnostics: dict[str, Any] = {
+            "manifest": manifest(problem, weights, given),
+            "mean_loss": problem.mean_loss,
+            "given_l2": problem.given_l2,
+            "cost": problem.mean_loss + problem.penalty,
+            "parameters_reached": problem.num_reached,
+            "gradient_norm": float(problem.gradient.norm()),
+            "relative_gradient": problem.relative_gradient,
+            "data_fingerprint": f"{problem.data.fingerprint:016x}",
+            "seed": options.seed,
+            "torch": torch.__version__,
+            "device": str(problem.device),
+            "seconds_reading": time.perf_counter() - started,
+        }
+        chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
+        if session is not None:
+            found = identity_of(
+                problem, weights, estimator, options.as_given(), chosen, memory_budget
+            )
+            session.begin(found, problem.memory_budget)
+        spectra: dict[str, EigenPairs] = {}
+        # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
+        # together.
+        for name in reversed(ESTIMATORS[estimator]):
+            operator = OPERATORS[name](problem)
+            growth = None if chosen is None else chosen.growth(name, estimator, spectra)
+            kept = None if session is None else session.of(name)
+            spectra[name], diagnostics[name] = solve(
+                name, operator, options, progress, growth, kept
+            )
+            warn_about_spectrum(
+                name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
+            )
+            if growth is not None:
+                diagnostics["rank"] = growth.outcome(spectra[name], problem)
+        if session is not None:
+            session.end()
     spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
-    found = DeltaFit(
+    fitted = DeltaFit(
         estimator=estimator,
         decay=problem.decay,
         num_examples=problem.num_examples,
@@ -216,4 +242,4 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
-    return with_settled_noise(found)
+    return with_settled_noise(fitted)

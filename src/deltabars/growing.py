@@ -13,6 +13,7 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.covariance import ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
+from deltabars.data import fingerprint_of
 from deltabars.eigen import EigenPairs
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
 from deltabars.likelihoods import Gaussian
@@ -39,12 +40,14 @@ class Probe:
         rows: F of the inputs, among the parameters that the examples reach, (n·C, P').
         squares: ‖f‖² of its rows, all parameters counted, (n, C).
         tolerance: for the score's error relative to the score, of every input.
+        fingerprint: of the inputs, which tells them from others.
     """
 
     problem: Problem
     rows: Tensor
     squares: Tensor
     tolerance: float
+    fingerprint: int
 
     @classmethod
     def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
@@ -63,7 +66,7 @@ class Probe:
         rows = rows.flatten(0, 1)
         if problem.reached is not None:
             rows = rows.index_select(1, problem.reached)
-        return cls(problem, rows, squares, tolerance)
+        return cls(problem, rows, squares, tolerance, fingerprint_of(batches))
 
     @property
     def noise(self) -> float | None:
@@ -162,6 +165,15 @@ class ProbeGrowth:
             overlap = projections[count:].T  # Q_Hᵀ Q_G
         self.reached = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
         return self.reached <= self.tolerance or self.is_exhausted
+
+    def looked(self) -> Tensor:
+        """What the last look has found (see `eigen.growth.Growth`)."""
+        return torch.tensor([self.reached, self.is_exhausted], dtype=torch.float64)
+
+    def look_back(self, looked: Tensor) -> None:
+        """Find it again."""
+        reached, exhausted = looked.tolist()
+        self.reached, self.is_exhausted = reached, bool(exhausted)
 
     def useful(self, values: Tensor) -> int:
         """How many of the eigenvalues say something: those above λ, and one that is λ."""

@@ -81,4 +81,6 @@ def _plain(value: Any) -> Any:
 
 def _processor() -> str:
     """The CPU's name, where the system tells it: kernels are chosen by it."""
-    return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import deltabars.eigen as eigen
+from deltabars.checkpoints import MatrixCheckpoint
 from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import default_block_size
-from deltabars.eigen.pairs import embed, is_whole
+from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
@@ -69,6 +70,11 @@ class SolverOptions:
                 f"residual_tolerance: expected a number above zero, got {self.tolerance!r}."
             )
 
+    def as_given(self) -> dict[str, Any]:
+        """The options by the names that `fit` has for them."""
+        own = asdict(self)
+        return {**own, "residual_tolerance": own.pop("tolerance")}
+
     def check_for(self, matrices: tuple[str, ...]) -> None:
         """Refuse options that none of the matrices to be solved can follow."""
         if self.solver == "incremental" and matrices == ("hessian",):
@@ -91,17 +97,24 @@ def solve(
     options: SolverOptions,
     progress: bool,
     growth: ProbeGrowth | None = None,
+    checkpoint: MatrixCheckpoint | None = None,
 ) -> tuple[EigenPairs, dict[str, Any]]:
     """The eigenpairs of one matrix; and how they were found, how good they are, and how long
-    they took. With a growth, as many as are enough by it, up to the rank of the options.
+    they took. With a growth, as many as are enough by it, up to the rank of the options. With a
+    checkpoint, from where it was left.
     """
     started = time.perf_counter()
+    done = None if checkpoint is None else checkpoint.finished(operator.device, growth)
+    if done is not None:
+        _warn_again(done[0])
+        warn_of_audit(name, done[1], stacklevel=4)
+        return done
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
     ):
-        pairs = _run(operator, options, bar, growth)
+        pairs = _run(operator, options, bar, growth, checkpoint)
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
         quality = audit(operator, pairs, options.seed)
@@ -114,11 +127,24 @@ def solve(
             quality["data_trace"] = operator.data_trace()
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
-    return pairs, {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
+    found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
+    if checkpoint is not None:
+        checkpoint.finish(pairs, found, growth)
+    return pairs, found
+
+
+def _warn_again(pairs: EigenPairs) -> None:
+    """Say of pairs from a checkpoint what their solver said of them."""
+    if pairs.statistics.get("solver") in ("lanczos", "block_krylov"):
+        warn_unconverged(pairs, float(pairs.statistics["tolerance"]))
 
 
 def _run(
-    operator: CurvatureOperator, options: SolverOptions, bar: Progress, growth: ProbeGrowth | None
+    operator: CurvatureOperator,
+    options: SolverOptions,
+    bar: Progress,
+    growth: ProbeGrowth | None,
+    checkpoint: MatrixCheckpoint | None,
 ) -> EigenPairs:
     rank, report = options.rank, bar.show_products
     common: dict[str, Any] = {
@@ -138,12 +164,13 @@ def _run(
         return eigen.arpack(operator, rank, on_step=report, **common)
     if growth is not None:
         common["growth"] = growth
+    common["checkpoint"] = checkpoint
     matrix: CurvatureOperator | _Reached = operator
     places = operator.reached
     if places is not None and rank + options.smallest <= len(places):
         matrix = _Reached(operator, len(places))
     if kind == "incremental" and isinstance(operator, RowOperator):
-        pairs = eigen.incremental_svd(matrix, rank, on_step=report)
+        pairs = eigen.incremental_svd(matrix, rank, on_step=report, checkpoint=checkpoint)
     elif isinstance(operator, HessianOperator):
         common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1, growth)
         pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, on_step=report, **common)

@@ -45,7 +45,7 @@ examples:
 _LAST_LAYER = "last-layer"
 _PLAIN = (
     "estimator", "tolerance", "likelihood", "solver", "seed", "memory_budget", "batch_size",
-    "residual_tolerance", "max_products", "smallest",
+    "residual_tolerance", "max_products", "smallest", "checkpoint",
 )  # fmt: skip
 
 
@@ -105,6 +105,12 @@ def register(commands: Any) -> None:
     add("--residual-tolerance", type=float, metavar="X", help="of the eigenpairs")
     add("--max-products", type=int, metavar="N", help="passes over the data a matrix at the most")
     add("--smallest", type=int, metavar="N", help="eigenvalues of the Hessian's lower end as well")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save the state there every minute; the same command goes on from it",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a RUN that is there")
     add_output(parser)

@@ -84,6 +84,19 @@ class Basis:
         ):
             panel /= length  # rounding would shorten the rows a little at each restart
 
+    @property
+    def panels(self) -> list[Tensor]:
+        """The rows as they lie, without a copy."""
+        return self._filled()
+
+    def copy(self, start: int, stop: int) -> Tensor:
+        """A copy of some of the rows."""
+        parts, before = [], 0
+        for panel in self._filled():
+            parts.append(panel[max(0, start - before) : max(0, stop - before)])
+            before += panel.shape[0]
+        return torch.cat(parts)
+
     def take(self) -> Tensor:
         """The rows as one tensor; without a copy where they fill the first panel."""
         filled = self._filled()

@@ -21,6 +21,12 @@ class Growth(Protocol):
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
         """Whether the eigenvalues (k,), descending, and `rows`·Qᵀ (m, k) will do; both float64."""
 
+    def looked(self) -> Tensor:
+        """What the last look has left to be remembered, for a checkpoint."""
+
+    def look_back(self, looked: Tensor) -> None:
+        """Remember it again."""
+
 
 class Followed:
     """The projections of rows on a basis, kept up while it grows. Cost: m·P operations a vector."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +20,18 @@ from deltabars.eigen.pairs import (
     default_tolerance,
     residual_scale,
 )
-from deltabars.errors import BadValueError
+from deltabars.eigen.resuming import fill, with_errors
+from deltabars.eigen.states import Checkpoint, Rows, State
+from deltabars.errors import BadValueError, CheckpointMismatchError
 
 
 def incremental_svd(
-    source: Any, rank: int, *, centred: bool = False, on_step: OnStep | None = None
+    source: Any,
+    rank: int,
+    *,
+    centred: bool = False,
+    on_step: OnStep | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> EigenPairs:
     """The `rank` largest eigenpairs of scale·RᵀR + shift·I from one pass over blocks of rows R.
 
@@ -42,16 +50,18 @@ def incremental_svd(
         centred: subtract the mean row first, as scikit-learn's IncrementalPCA (and so the paper's
             program) does. G itself is not centred: at an optimum the mean gradient is −λω̂.
         on_step: called with the rows done and 0.
+        checkpoint: where the state is saved at intervals, and taken up where it was left: the rows
+            that were done are read again and compared, and nothing is done with them.
 
     Cost: one pass; (rank + n)²·P operations a block, (2·rank + n)·P numbers.
     """
     if hasattr(source, "row_blocks"):
-        state = _State.after(source.row_blocks(), rank, centred, on_step)
+        state = _State.after(source.row_blocks(), rank, centred, on_step, checkpoint)
         factor, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):
-        return _of_matrix(source, rank, on_step)
+        return _of_matrix(source, rank, on_step, checkpoint)
     elif isinstance(source, Iterable):
-        state = _State.after(source, rank, centred, on_step)
+        state = _State.after(source, rank, centred, on_step, checkpoint)
         factor, shift = 1.0 / state.count, 0.0
     else:
         raise BadValueError(
@@ -63,12 +73,14 @@ def incremental_svd(
     return _pairs(values, state.vectors, rank, shift, lost, state.count, centred)
 
 
-def _of_matrix(matrix: Any, rank: int, on_step: OnStep | None) -> EigenPairs:
+def _of_matrix(
+    matrix: Any, rank: int, on_step: OnStep | None, checkpoint: Checkpoint | None
+) -> EigenPairs:
     """The same for a positive semidefinite matrix, by its own rows."""
     products = as_products(matrix)
     eye = torch.eye(products.shape[0], device=products.device, dtype=products.dtype)
     blocks = (products.matmat(block) for block in eye.split(max(rank, 16)))
-    state = _State.after(blocks, rank, False, on_step)
+    state = _State.after(blocks, rank, False, on_step, checkpoint)
     values = (products.matmat(state.vectors).double() * state.vectors.double()).sum(1)
     order = values.argsort(descending=True)
     return _pairs(
@@ -88,10 +100,16 @@ class _State:
 
     @classmethod
     def after(
-        cls, blocks: Iterable[Any], rank: int, centred: bool, on_step: OnStep | None
+        cls,
+        blocks: Iterable[Any],
+        rank: int,
+        centred: bool,
+        on_step: OnStep | None,
+        checkpoint: Checkpoint | None,
     ) -> _State:
         """The state after one pass over blocks of rows."""
         state: _State | None = None
+        course = _Pass(checkpoint)
         for raw in blocks:
             block = torch.as_tensor(raw).detach()
             if block.ndim != 2:
@@ -101,9 +119,16 @@ class _State:
             check_rank(rank, block.shape[1])
             if state is None:
                 state = cls(block.new_zeros(0), block[:0], block.new_zeros(block.shape[1]), 0, 0.0)
-            state = state.add(block, rank, centred)
+            course.note(block)
+            if course.is_behind:
+                continue
+            saved = course.take_up(state)
+            state = saved if saved is not None else state.add(block, rank, centred)
             if on_step is not None:
                 on_step(state.count, 0)
+            if saved is None:
+                course.save(state)
+        course.check_end()
         if state is None:
             raise BadValueError("Rows: expected at least one block, got none.")
         return state
@@ -121,7 +146,84 @@ class _State:
             mean = mean + gap * (new / total)
         _, strengths, vectors = torch.linalg.svd(torch.cat(stack), full_matrices=False)
         cut = float(strengths[rank:].double().square().sum())
-        return _State(strengths[:rank], vectors[:rank], mean, total, self.discarded + cut)
+        vectors = vectors[:rank].contiguous()
+        return _State(strengths[:rank], vectors, mean, total, self.discarded + cut)
+
+
+class _Pass:
+    """One pass over the rows, that may take up one that was left.
+
+    The rows that were done must come again, in the same order: a state that holds some rows and
+    goes on with the wrong rest would count examples twice, and others not at all.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None) -> None:
+        self._checkpoint = checkpoint
+        self._saved = None if checkpoint is None else checkpoint.load()
+        self._until = 0 if self._saved is None else with_errors(_count, self._saved)
+        self._count = 0
+        self._digest = ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the saved state holds rows that have not come again yet."""
+        return self._count < self._until
+
+    def note(self, block: Tensor) -> None:
+        """Count and compare one more block."""
+        if self._checkpoint is None:
+            return
+        self._count += len(block)
+        seen = torch.stack([block.sum(1), torch.linalg.vector_norm(block, dim=1)]).cpu()
+        self._digest = hashlib.blake2b(
+            self._digest.encode() + seen.numpy().tobytes(), digest_size=16
+        ).hexdigest()
+        if self._saved is not None and not self.is_behind:
+            same = self._saved.numbers["digest"] == self._digest
+            self._check(same and self._count == self._until)
+
+    def take_up(self, empty: _State) -> _State | None:
+        """The saved state, once, where all its rows have come again."""
+        saved, self._saved = self._saved, None
+        return None if saved is None else with_errors(_restored, saved, empty)
+
+    def save(self, state: _State) -> None:
+        """Save the state, if it is time."""
+        if self._checkpoint is None or not self._checkpoint.is_due():
+            return
+        numbers: dict[str, int | str] = {"count": state.count, "digest": self._digest}
+        tensors = {
+            "strengths": state.strengths,
+            "mean": state.mean,
+            "discarded": torch.tensor([state.discarded], dtype=torch.float64),
+        }
+        rows = {"vectors": Rows(f"after {state.count} rows", [state.vectors])}
+        self._checkpoint.save(State(numbers, tensors, rows))
+
+    def check_end(self) -> None:
+        """Refuse a pass that ended before the rows of the saved state."""
+        self._check(not self.is_behind)
+
+    def _check(self, is_same: bool) -> None:
+        if not is_same:
+            raise CheckpointMismatchError(
+                f"checkpoint: expected the first {self._until} rows of gradients as they were, "
+                "got other ones. Give the data in the same order (no shuffling) with the same "
+                "batch_size, or another folder."
+            )
+
+
+def _count(saved: State) -> int:
+    return int(saved.numbers["count"])
+
+
+def _restored(saved: State, empty: _State) -> _State:
+    strengths, mean = (saved.tensors[name].to(empty.mean) for name in ("strengths", "mean"))
+    vectors = empty.mean.new_empty(len(strengths), len(empty.mean))
+    fill(vectors, saved.rows["vectors"])
+    if mean.shape != empty.mean.shape:
+        raise ValueError("another mean")
+    return _State(strengths, vectors, mean, _count(saved), float(saved.tensors["discarded"]))
 
 
 def _pairs(

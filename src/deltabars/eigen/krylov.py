@@ -23,18 +23,18 @@ from deltabars.eigen.basis import Basis, extend, random_rows
 from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.operators import _Products, as_products
 from deltabars.eigen.pairs import (
-    LEAST_RITZ,
     EigenPairs,
     check_rank,
     check_tolerance,
     default_tolerance,
     is_whole,
-    lower_scale,
     residual_scale,
     warn_unconverged,
 )
-from deltabars.eigen.projected import Projected, Ritz
-from deltabars.eigen.restarting import insert, to_keep
+from deltabars.eigen.projected import Projected
+from deltabars.eigen.restarting import found_pairs, insert, to_keep
+from deltabars.eigen.resuming import Course, Position
+from deltabars.eigen.states import Checkpoint
 from deltabars.errors import BadValueError
 from deltabars.summation import inner
 
@@ -58,6 +58,7 @@ def lanczos(
     seed: int = 0,
     growth: Growth | None = None,
     on_step: OnStep | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by Lanczos with full reorthogonalisation.
 
@@ -77,6 +78,8 @@ def lanczos(
             is then the most there may be, and where the basis is full, what has converged is
             returned and nothing is restarted.
         on_step: called with the products done and the pairs converged.
+        checkpoint: where the state is saved at intervals, and taken up where it was left: with
+            the same operator and arguments, to the same bits on a CPU.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
     and two blocks, the result included); m²P operations for m steps.
@@ -89,7 +92,7 @@ def lanczos(
         [100.0, 99.0, 98.0]
     """
     limits = _Limits(tolerance, max_products, max_vectors, growth)
-    return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step)
+    return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step, checkpoint)
 
 
 def block_krylov(
@@ -104,6 +107,7 @@ def block_krylov(
     seed: int = 0,
     growth: Growth | None = None,
     on_step: OnStep | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by block Lanczos (block Krylov, Rayleigh-Ritz).
 
@@ -115,7 +119,7 @@ def block_krylov(
     if size < 1:
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
     limits = _Limits(tolerance, max_products, max_vectors, growth)
-    return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step)
+    return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step, checkpoint)
 
 
 def default_block_size(rank: int) -> int:
@@ -142,6 +146,7 @@ def _solve(
     limits: _Limits,
     seed: int,
     on_step: OnStep | None,
+    checkpoint: Checkpoint | None,
 ) -> EigenPairs:
     matrix = as_products(operator)
     check_rank(rank, matrix.shape[0])
@@ -165,8 +170,9 @@ def _solve(
             f"max_vectors: expected a whole number from {fixed + 2 * block_size} on "
             f"(the pairs and two blocks of {block_size}), got {room!r}."
         )
-    run = _Run(matrix, generator, limit, budget, room, on_step)
-    pairs = run.largest(rank, block_size, smallest, growth=limits.growth)
+    course = Course(checkpoint, matrix, generator, limits.growth)
+    run = _Run(matrix, generator, limit, budget, room, on_step, course, course.restarts)
+    pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
     if bool((pairs.residuals <= limit).all()):
         pairs = run.with_missed_copies(pairs)
     converged = int((pairs.residuals <= limit).sum())
@@ -191,6 +197,7 @@ class _Run:
     max_products: int
     max_vectors: int
     on_step: OnStep | None
+    course: Course
     restarts: int = 0
 
     def largest(
@@ -208,11 +215,17 @@ class _Run:
         projected = Projected(device)
         room = size - (0 if locked is None else locked.shape[0])
         block_size = min(block_size, room)
-        start = random_rows(block_size, size, self.generator, device, dtype)
-        block, _ = extend(basis, start, block_size, 0.0, self.generator)
-        del start
-        norm, least, converged = 0.0, math.inf, 0
-        next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
+        at = self.course.take_up(basis, projected, followed, block_size)
+        if at is None:
+            start = random_rows(block_size, size, self.generator, device, dtype)
+            block, _ = extend(basis, start, block_size, 0.0, self.generator)
+            del start
+            norm, least, converged = 0.0, math.inf, 0
+            next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
+        else:
+            block, norm, least, converged = at.block, at.norm, at.least, at.converged
+            next_check, self.restarts = at.next_check, at.restarts
+            del at
         while True:
             basis.append(block)
             if followed is not None:
@@ -239,9 +252,9 @@ class _Run:
                     found = followed.fewest(ritz, min(converged, rank))
                     if found is not None or full or last:
                         count = found or max(1, min(converged, rank))
-                        return self._pairs(basis, ritz, count, least)
+                        return found_pairs(basis, ritz, count, least, self.tolerance)
                 elif finished or last:
-                    return self._pairs(basis, ritz, rank, least)
+                    return found_pairs(basis, ritz, rank, least, self.tolerance)
                 if full:
                     kept = to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
@@ -249,6 +262,9 @@ class _Run:
                 next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
             if self.on_step is not None:
                 self.on_step(self.matrix.products, converged)
+            at = Position(block, norm, least, converged, next_check, self.restarts)
+            self.course.save(basis, projected, at)
+            del at
 
     def with_missed_copies(self, pairs: EigenPairs) -> EigenPairs:
         """Look outside the pairs for a larger eigenvalue than the last, and take it in.
@@ -261,34 +277,23 @@ class _Run:
         rank = len(pairs)
         beside = max(self.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
         while rank < self.matrix.shape[0]:
-            room = self.max_products - self.matrix.products
-            if room < 2:
-                return pairs
             search = replace(self, max_vectors=beside)
-            limit = self.matrix.products + min(_GUARD_PRODUCTS, room)
-            probe = replace(search, max_products=limit, on_step=None)
-            top = probe.largest(1, 1, locked=pairs.vectors).values[0]
-            slack = 10 * self.tolerance * float(residual_scale(pairs.values)[-1])
-            if float(top) <= float(pairs.values[-1]) + slack:
-                return pairs
-            missed = search.largest(1, 1, locked=pairs.vectors)
-            pairs = insert(pairs, missed)
+            if not self.course.is_searching:
+                self.course.save_found(pairs, self.restarts)
+                if not search.shows_more_than(pairs):
+                    return pairs
+            pairs = insert(pairs, search.largest(1, 1, locked=pairs.vectors))
+            self.course.copies += 1
         return pairs
 
-    def _pairs(self, basis: Basis, ritz: Ritz, rank: int, least: float) -> EigenPairs:
-        device = self.matrix.device
-        values = ritz.values.flip(0)[:rank]
-        basis.keep(ritz.coordinates.flip(1)[:, :rank])
-        residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
-        rest = ritz.values.shape[0] - values.shape[0]
-        lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
-        lower_residuals = lower_norms / lower_scale(lower, values[:1].expand_as(lower))
-        known = int((lower_residuals <= self.tolerance).long().cumprod(0).sum())
-        return EigenPairs(
-            values.to(device),
-            basis.take(),
-            residuals.to(device),
-            lower[:known].to(device),
-            lower_residuals[:known].to(device),
-            {LEAST_RITZ: least},
-        )
+    def shows_more_than(self, pairs: EigenPairs) -> bool:
+        """Whether a few steps outside the pairs show a larger eigenvalue than their last."""
+        room = self.max_products - self.matrix.products
+        if room < 2:
+            return False
+        limit = self.matrix.products + min(_GUARD_PRODUCTS, room)
+        unsaved = Course(None, self.matrix, self.generator)
+        probe = replace(self, max_products=limit, on_step=None, course=unsaved)
+        top = probe.largest(1, 1, locked=pairs.vectors).values[0]
+        slack = 10 * self.tolerance * float(residual_scale(pairs.values)[-1])
+        return float(top) > float(pairs.values[-1]) + slack

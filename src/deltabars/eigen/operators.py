@@ -75,11 +75,13 @@ def _row_function(
         fixed = torch.as_tensor(matrix).detach().to(device, dtype)
         return lambda rows: rows @ fixed.T
     if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
-        return lambda rows: torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype)
+        return lambda rows: (
+            torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype).contiguous()
+        )
     if hasattr(matrix, "matmat"):
         return lambda rows: matrix.matmat(rows)
     if hasattr(matrix, "__matmul__"):
-        return lambda rows: (matrix @ rows.T).T
+        return lambda rows: (matrix @ rows.T).T.contiguous()
     raise BadValueError(
         f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,3 +88,31 @@ class Projected:
         self.size = kept.shape[0]
         self._matrix.diagonal().copy_(ritz.values[kept])
         return coordinates
+
+    def packed(self) -> dict[str, Tensor]:
+        """T and the coupling as tensors; of T, which is mostly zeros, the numbers that are not."""
+        lower = self._matrix.tril().flatten()
+        places = lower.view(torch.int64).nonzero()[:, 0]  # by their bits: −0.0 is one of them
+        return {"places": places, "entries": lower[places], "coupling": self._coupling}
+
+    def unpack(self, size: int, parts: Mapping[str, Tensor]) -> None:
+        """Become what `packed` gave the parts of, with T of that size.
+
+        Raises:
+            ValueError, IndexError, KeyError: they are not such parts.
+        """
+        places, entries, coupling = parts["places"], parts["entries"], parts["coupling"]
+        kinds = (places.dtype, entries.dtype, coupling.dtype)
+        if kinds != (torch.int64, torch.float64, torch.float64) or places.shape != entries.shape:
+            raise ValueError("a projected matrix of another type")
+        if coupling.ndim != 2 or not 0 < coupling.shape[0] <= size:
+            raise ValueError("a coupling of another shape")
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < size * size:
+            raise ValueError("entries beyond the projected matrix")
+        lower = torch.zeros(size * size, dtype=torch.float64)
+        lower[places] = entries
+        self._space = lower.view(size, size)
+        upper = self._space.T.triu(1).clone()
+        above = torch.ones(size, size, dtype=torch.bool).triu(1)
+        self._space[above] = upper[above]
+        self._coupling, self.size = coupling, size

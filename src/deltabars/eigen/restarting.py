@@ -1,4 +1,4 @@
-"""What a Krylov basis goes on with: the pairs that a restart keeps, and one that was missed."""
+"""What a Krylov basis goes on with, and ends with: the pairs that are kept of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deltabars.eigen.pairs import EigenPairs
+from deltabars.eigen.basis import Basis
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, lower_scale, residual_scale
+from deltabars.eigen.projected import Ritz
 
 
 def to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
@@ -35,3 +37,29 @@ def insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
         for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
     )
     return replace(pairs, values=values, residuals=residuals)
+
+
+def found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: float) -> EigenPairs:
+    """The `rank` largest Ritz pairs, whose vectors take the place of the basis.
+
+    Args:
+        least: the least Ritz value there has been.
+        tolerance: for the eigenvalues of the lower end that are known as well.
+    """
+    values = ritz.values.flip(0)[:rank]
+    basis.keep(ritz.coordinates.flip(1)[:, :rank])
+    residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
+    rest = ritz.values.shape[0] - values.shape[0]
+    lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
+    lower_residuals = lower_norms / lower_scale(lower, values[:1].expand_as(lower))
+    known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
+    vectors = basis.take()
+    device = vectors.device
+    return EigenPairs(
+        values.to(device),
+        vectors,
+        residuals.to(device),
+        lower[:known].to(device),
+        lower_residuals[:known].to(device),
+        {LEAST_RITZ: least},
+    )

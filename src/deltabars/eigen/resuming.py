@@ -1,0 +1,187 @@
+"""How far a Krylov run has come: saved at intervals, and taken up again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.eigen.basis import Basis
+from deltabars.eigen.growth import Followed, Growth
+from deltabars.eigen.operators import _Products
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs
+from deltabars.eigen.projected import Projected
+from deltabars.eigen.states import Checkpoint, Rows, State
+from deltabars.errors import CorruptFileError
+
+_SMALL_PARTS = ("values", "residuals", "smallest", "smallest_residuals")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the loop of one search is, beside its basis and its projected matrix."""
+
+    block: Tensor  # (b, P): the next rows of the basis
+    norm: float
+    least: float
+    converged: int
+    next_check: int
+    restarts: int
+
+
+@dataclass
+class Course:
+    """What a run has done so far.
+
+    A run is a search for all pairs, and then perhaps some for pairs that the first has missed. A
+    state holds the pairs that were found, if the first search is over, and the basis of the
+    search that is under way, if there is one.
+
+    Args:
+        checkpoint: where to save and to start from; None for a run that does neither.
+        matrix: its count of products is part of the state.
+        generator: of the run's random vectors; likewise.
+        growth: likewise, where there is one.
+
+    Attributes:
+        found: the pairs of the first search; None while it lasts.
+        restarts: of the first search.
+        copies: how many missed pairs were taken in.
+    """
+
+    checkpoint: Checkpoint | None
+    matrix: _Products
+    generator: torch.Generator
+    growth: Growth | None = None
+    found: EigenPairs | None = field(default=None, init=False)
+    restarts: int = field(default=0, init=False)
+    copies: int = field(default=0, init=False)
+    _state: State | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._state = None if self.checkpoint is None else self.checkpoint.load()
+        if self._state is not None:
+            with_errors(self._restore, self._state)
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the state that is taken up is within a search for a missed pair."""
+        state = self._state
+        return self.found is not None and state is not None and "basis" in state.rows
+
+    def take_up(
+        self, basis: Basis, projected: Projected, followed: Followed | None, block_size: int
+    ) -> Position | None:
+        """Bring an empty basis and its company to where the saved search was; None for a new one.
+
+        Bit by bit: the basis in panels as they were, and what is followed block by block.
+        """
+        state, self._state = self._state, None
+        if state is None or "basis" not in state.rows:
+            return None
+        return with_errors(self._rebuild, state, basis, projected, followed, block_size)
+
+    def save(self, basis: Basis, projected: Projected, at: Position) -> None:
+        """Save a search that is under way, if it is time."""
+        if self.checkpoint is None or not self.checkpoint.is_due():
+            return
+        stage = f"search {self.copies if self.found is not None else 'first'}"
+        numbers = {
+            "size": projected.size,
+            "converged": at.converged,
+            "next_check": at.next_check,
+            "restarts_now": at.restarts,
+        }
+        tensors = {
+            "block": at.block,
+            "reals": torch.tensor([at.norm, at.least], dtype=torch.float64),
+            **projected.packed(),
+        }
+        rows = {"basis": Rows(f"{stage}, restart {at.restarts}", basis.panels)}
+        self._save(numbers, tensors, rows)
+
+    def save_found(self, pairs: EigenPairs, restarts: int) -> None:
+        """Note the pairs of the first search, and any that it missed; save them if it is time."""
+        self.found, self.restarts = pairs, restarts
+        if self.checkpoint is not None and self.checkpoint.is_due():
+            self._save({}, {}, {})
+
+    def _save(self, numbers: dict[str, Any], tensors: dict[str, Tensor], rows: Any) -> None:
+        assert self.checkpoint is not None
+        numbers |= {"products": self.matrix.products}
+        numbers |= {"restarts": self.restarts, "copies": self.copies}
+        tensors |= {"generator": self.generator.get_state()}
+        if self.growth is not None:
+            tensors["growth"] = self.growth.looked()
+        if self.found is not None:
+            rows["found"] = Rows(f"copies {self.copies}", [self.found.vectors])
+            tensors |= {f"found.{name}": getattr(self.found, name) for name in _SMALL_PARTS}
+            least = self.found.statistics[LEAST_RITZ]
+            tensors["found.least"] = torch.tensor([least], dtype=torch.float64)
+        self.checkpoint.save(State(numbers, tensors, rows))
+
+    def _restore(self, state: State) -> None:
+        self.matrix.products = int(state.numbers["products"])
+        self.restarts, self.copies = int(state.numbers["restarts"]), int(state.numbers["copies"])
+        self.generator.set_state(state.tensors["generator"])
+        if self.growth is not None:
+            self.growth.look_back(state.tensors["growth"])
+        if "found" in state.rows:
+            device = self.matrix.device
+            parts = {name: state.tensors[f"found.{name}"].to(device) for name in _SMALL_PARTS}
+            shape = len(parts["values"]), self.matrix.shape[1]
+            vectors = torch.empty(shape, device=device, dtype=self.matrix.dtype)
+            fill(vectors, state.rows["found"])
+            statistics = {LEAST_RITZ: float(state.tensors["found.least"])}
+            self.found = EigenPairs(vectors=vectors, statistics=statistics, **parts)
+
+    def _rebuild(
+        self,
+        state: State,
+        basis: Basis,
+        projected: Projected,
+        followed: Followed | None,
+        block_size: int,
+    ) -> Position:
+        device, dtype = self.matrix.device, self.matrix.dtype
+        for rows in state.rows["basis"].blocks:
+            basis.append(_checked(rows, self.matrix).to(device))
+        projected.unpack(int(state.numbers["size"]), state.tensors)
+        if basis.rows != projected.size:
+            raise ValueError("another number of rows")
+        if followed is not None:
+            for start in range(0, basis.rows, block_size):
+                followed.append(basis.copy(start, start + block_size))
+        norm, least = state.tensors["reals"].tolist()
+        block = _checked(state.tensors["block"], self.matrix).to(device, dtype)
+        whole = (int(state.numbers[name]) for name in ("converged", "next_check", "restarts_now"))
+        return Position(block, norm, least, *whole)
+
+
+def fill(target: Tensor, rows: Rows) -> None:
+    """Copy saved rows into a tensor that has their shape."""
+    done = 0
+    for block in rows.blocks:
+        target[done : done + len(block)] = block.to(target.device)
+        done += len(block)
+    if done != len(target):
+        raise ValueError("another number of rows")
+
+
+def with_errors(work: Any, *arguments: Any) -> Any:
+    """The result of `work` on a state, which must be one that this solver has saved."""
+    try:
+        return work(*arguments)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise CorruptFileError(
+            f"checkpoint: expected a state of this solver, got one that is altered ({error}). "
+            "Remove the folder, or give another."
+        ) from error
+
+
+def _checked(rows: Tensor, matrix: _Products) -> Tensor:
+    if rows.ndim != 2 or rows.shape[1] != matrix.shape[1] or rows.dtype != matrix.dtype:
+        raise ValueError("rows of another shape or type")
+    return rows

@@ -1,0 +1,113 @@
+"""What makes two fits the same one: all that decides what is found, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deltabars.errors import CheckpointMismatchError
+from deltabars.growing import Probe
+from deltabars.likelihoods import Likelihood
+from deltabars.likelihoods.named import described, is_own
+from deltabars.problem import Problem
+
+_FORMAT = 1  # of the states that solvers save: 2 would refuse those of 1
+_SAME_LOSS = 1e-3  # relative: the same network on another device
+_DIGESTS = ("probe", "params", "reached", "data", "weights")
+_MOST_NAMED = 4
+
+
+def identity_of(
+    problem: Problem,
+    weights: str,
+    estimator: str,
+    options: Mapping[str, Any],
+    probe: Probe | None,
+    memory_budget: int | None,
+) -> dict[str, Any]:
+    """A fit in JSON, by the names of `fit`'s arguments.
+
+    The device, the batch size and the number of threads change last bits alone and are left out.
+    The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
+
+    Args:
+        weights: the fingerprint of the model.
+        options: of the solver.
+        probe: of `rank="auto"`.
+        memory_budget: as it was given.
+    """
+    space, given = problem.parameters, problem.given_l2
+    return {
+        "format": _FORMAT,
+        "estimator": estimator,
+        **options,
+        "rank": options["rank"] if probe is None else "auto",
+        "tolerance": None if probe is None else probe.tolerance,
+        "probe": None if probe is None else f"{probe.fingerprint:016x}",
+        "l2": dict(given) if isinstance(given, Mapping) else given,
+        "likelihood": _described(problem.likelihood),
+        "params": _digest(list(zip(space.names, space.shapes, strict=True))),
+        "dtype": str(problem.dtype),
+        "memory_budget": memory_budget,
+        "examples": problem.num_examples,
+        "data": f"{problem.data.fingerprint:016x}",
+        "weights": weights,
+        # With other code than before, the same weights may be another network.
+        "mean_loss": problem.mean_loss,
+        "level": problem.l2,
+        "reached": _digest(None if problem.reached is None else problem.reached.tolist()),
+    }
+
+
+def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse the identity of another fit.
+
+    Raises:
+        CheckpointMismatchError: with the names of what differs.
+    """
+    present = json.loads(json.dumps(here))  # as it would be read: lists for tuples
+    different = [
+        name for name in dict.fromkeys([*present, *there]) if not _same(name, there, present)
+    ]
+    if different:
+        said = [_said(name, there, present) for name in different[:_MOST_NAMED]]
+        more = len(different) - len(said)
+        raise CheckpointMismatchError(
+            f"checkpoint: expected one of this fit, got one of another: {'; '.join(said)}"
+            f"{f'; and {more} more' if more else ''}. Give what that fit was begun with, or "
+            "another folder."
+        )
+
+
+def _same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    if name not in there or name not in here:
+        return False
+    if name == "mean_loss" and isinstance(there[name], float):
+        return math.isclose(there[name], here[name], rel_tol=_SAME_LOSS, abs_tol=1e-6)
+    return bool(there[name] == here[name])
+
+
+def _said(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    if name in _DIGESTS and there.get(name) and here.get(name):
+        return f"other {name}"
+    return f"{name} was {there.get(name)!r} and is {here.get(name)!r}"
+
+
+def _described(likelihood: Likelihood) -> Any:
+    """A likelihood in JSON; one of the user's own by its class and its plain attributes."""
+    if is_own(likelihood):
+        return described(likelihood)
+    kind = type(likelihood)
+    plain = {
+        name: value
+        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,129 @@
+"""Fits that are stopped: a problem whose eigenpairs take many steps, and processes to be killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import deltabars
+from deltabars.checkpoints import CheckpointFolder
+
+L2 = 0.05
+PARTS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
+# Each way of finding eigenpairs; a small budget makes Lanczos restart.
+WAYS: dict[str, dict[str, Any]] = {
+    "lanczos": {"estimator": "hessian", "rank": 10},
+    "restarted lanczos": {"estimator": "hessian", "rank": 10, "memory_budget": 60_000},
+    "both ends": {"estimator": "hessian", "rank": 8, "smallest": 4},
+    "block_krylov": {"estimator": "opg", "rank": 24},
+    "ggn": {"estimator": "ggn", "rank": 24},
+    "incremental": {"estimator": "opg", "rank": 10, "solver": "incremental", "batch_size": 6},
+    "sandwich": {"estimator": "sandwich", "rank": 10},
+    "auto": {"estimator": "opg", "rank": "auto", "tolerance": 0.02},
+    "auto sandwich": {"estimator": "sandwich", "rank": "auto", "tolerance": 0.2},
+}
+
+
+@cache
+def subject() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A network with more parameters than are formed as a matrix, and its data."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 10)).double()
+        data = torch.randn(60, 12, dtype=torch.float64), torch.randint(0, 10, (60,))
+    return model, data
+
+
+def fit(folder: Path | None = None, seconds: float = 0.0, **options: Any) -> deltabars.DeltaFit:
+    """A fit of the subject, which saves every step; its weights are random, which is no matter."""
+    model, data = subject()
+    options = {"l2": L2, "solver": "krylov", "progress": False, **options}
+    kept = None if folder is None else CheckpointFolder(folder, seconds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", deltabars.errors.OptimumWarning)
+        warnings.simplefilter("ignore", deltabars.errors.SpectrumWarning)
+        return deltabars.fit(
+            options.pop("model", model), options.pop("data", data), checkpoint=kept, **options
+        )
+
+
+def differing(found: deltabars.DeltaFit, plain: deltabars.DeltaFit) -> list[str]:
+    """What of two fits is not the same to the bit."""
+    different = [
+        f"{name}.{part}"
+        for name, pairs in plain.spectra.items()
+        for part in PARTS
+        if not torch.equal(getattr(pairs, part), getattr(found.spectra[name], part))
+    ]
+    for name in plain.spectra:
+        ours, theirs = dict(plain.diagnostics[name]), dict(found.diagnostics[name])
+        del ours["seconds"], theirs["seconds"]
+        different += [name] * (ours != theirs)
+    if plain.diagnostics.get("rank") != found.diagnostics.get("rank"):
+        different.append("rank")
+    return different
+
+
+def start(work: Callable[[], object]) -> int:
+    """A process that does something and ends; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def end(pid: int) -> int:
+    """Wait for a process; its exit status."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@dataclass
+class Killed:
+    """How often a fit was killed until it ended, and how often with a state on disk."""
+
+    kills: int = 0
+    with_state: int = 0
+
+
+def killed_until_it_ends(
+    folder: Path, chance: random.Random, lifetime: float, most: int, **options: Any
+) -> Killed:
+    """Start a fit in its own process, kill it at a random moment, and again until it ends.
+
+    Args:
+        lifetime: seconds that a fit takes; each process gets up to so many.
+        most: after so many kills it is let live.
+    """
+    count = Killed()
+    while True:
+        pid = start(lambda: fit(folder, **options))
+        if count.kills >= most:
+            assert end(pid) == 0
+            return count
+        until = time.monotonic() + chance.uniform(0.05, 1.0) * lifetime
+        while time.monotonic() < until:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                assert status == 0
+                return count
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGKILL)
+        assert end(pid) in (-signal.SIGKILL, 0)
+        count.kills += 1
+        count.with_state += any(folder.glob("state-*"))
