@@ -76,3 +76,9 @@ class MemoryWarning(DeltaBarsWarning):
 
 class DataWarning(DeltaBarsWarning):
     """The data can be used, but something in their folder was left out, or looks wrong."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says, shortened: some of torch's messages are a page long."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line if len(line) <= 120 else f"{line[:117]}…"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deltabars import storage
+from deltabars.contents import check_header, check_spectra
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import Decay
 from deltabars.eigen import EigenPairs
@@ -61,6 +62,7 @@ def load(
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     header, tensors = storage.read(path)
     try:
+        check_header(header)
         space = ParameterSpace(
             tuple(entry["name"] for entry in header["parameters"]),
             tuple(tuple(entry["shape"]) for entry in header["parameters"]),
@@ -75,8 +77,11 @@ def load(
         signature = _signature(header["inputs"])
         dtype = _DTYPES[header["dtype"]]
         likelihood = from_description(header["likelihood"])
-    except (KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
+        check_spectra(spectra, space.size)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(
+            f"{path} is altered: its content is not that of a fit ({error}). Save the fit again."
+        ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype)
     scales = header.get("scales", {})

@@ -24,6 +24,7 @@ from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
 from deltabars.precision import full_precision
+from deltabars.turns import Shared, Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +187,15 @@ class Network:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Compute in eval mode and full precision; everything is as before afterwards."""
+        """Compute in eval mode and full precision; everything is as before afterwards.
+
+        Another thread waits until this one is done with the model, whose flags, hooks and
+        parameters are others in the meantime.
+        """
+        with _TURNS.at(self.model):
+            yield from self._evaluation()
+
+    def _evaluation(self) -> Iterator[None]:
         training = [module for module in self.model.modules() if module.training]
         # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
         hooked = [
@@ -207,6 +216,10 @@ class Network:
                 module.training = True
             for module, name, hooks in hooked:
                 setattr(module, name, hooks)
+
+
+_TURNS = Turns()
+_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def weighted_sum(outputs: Tensor) -> Tensor:
@@ -245,8 +258,7 @@ def _not_compiled() -> AbstractContextManager[Any]:
     """Run models that were compiled as they were written: derivatives look inside."""
     if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
         return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return _AS_WRITTEN()
 
 
 def _working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltabars.errors import CorruptFileError, FormatVersionError, StorageError
+from deltabars.errors import CorruptFileError, FormatVersionError, StorageError, first_line
+from deltabars.reading import length_of, open_plain, parse_json
 from deltabars.writing import write_whole
 
 FORMAT_VERSION = 2  # 2 has the scales of parameters with λs of their own
@@ -59,9 +60,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         # Copied, because the file's tensors lie at any address, and the last bits of a product
         # depend on how its factors are aligned.
         tensors = {name: tensor.clone() for name, tensor in load_file(source).items()}
-    except (SafetensorError, OSError, ValueError) as error:
+    except Exception as error:  # whatever safetensors makes of bytes that are not its own
         raise CorruptFileError(
-            f"{source} is altered: its tensors cannot be read ({error})."
+            f"{source} is altered: its tensors cannot be read ({first_line(error)})."
         ) from error
     stated = header.pop("digest", None)
     if stated != _digest(header, tensors):
@@ -75,28 +76,30 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The header alone, from a file whose length and format version are checked."""
     source = Path(path)
     try:
-        size = source.stat().st_size
-        with open(source, "rb") as handle:
+        with open_plain(source) as handle:
+            size = length_of(handle)
             start = handle.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
             if length > _LONGEST_HEADER:
                 raise CorruptFileError(f"{source} is not a deltabars file.")
-            raw = handle.read(length)
+            raw = handle.read(min(length, size))
     except OSError as error:
         raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
     if len(raw) < length:
         raise CorruptFileError(f"{source} is truncated: it ends inside its header.")
     try:
-        outline = json.loads(raw)
+        outline = parse_json(raw)
         metadata = outline.pop("__metadata__", {})
         ends = [int(entry["data_offsets"][1]) for entry in outline.values()]
-        header = json.loads(metadata[_ENTRY]) if _ENTRY in metadata else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        header = parse_json(metadata[_ENTRY]) if _ENTRY in metadata else None
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError
+    ) as error:  # fmt: skip
         raise CorruptFileError(f"{source} is altered: its header cannot be read.") from error
     if not isinstance(header, dict):
         raise CorruptFileError(f"{source} is not a deltabars file.")
     found = header.get("format")
-    if not isinstance(found, int):
+    if not isinstance(found, int) or found < 1:
         raise CorruptFileError(f"{source} is altered: its header has no format version.")
     if found > FORMAT_VERSION:
         raise FormatVersionError(

@@ -10,7 +10,7 @@ from typing import Any
 from deltabars.errors import BadValueError, DataError
 from deltabars.sources.arrays import from_factory, read_downloaded, read_npz
 from deltabars.sources.folders import read_folder
-from deltabars.sources.names import is_name, with_full_path
+from deltabars.sources.names import check_texts, is_name, with_full_path
 from deltabars.sources.pictures import Preparation
 from deltabars.sources.source import Source
 
@@ -46,6 +46,11 @@ class NamedData:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_texts("--data", self.arguments, self.spec, self.part)
+        if self.spec is None:
+            raise DataError("--data: expected the name of data, got none.")
 
     def load(self) -> Source:
         """The data; a folder of pictures is read as it is needed.
