@@ -12,7 +12,13 @@ from deltabars.contents import check_header, check_spectra
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import Decay
 from deltabars.eigen import EigenPairs
-from deltabars.errors import CorruptFileError, ModelError, WeightsMismatchError
+from deltabars.errors import (
+    CorruptFileError,
+    ModelError,
+    WeightsMismatchError,
+    first_line,
+    shortened,
+)
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
 from deltabars.likelihoods.named import from_description
@@ -80,7 +86,8 @@ def load(
         check_spectra(spectra, space.size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(
-            f"{path} is altered: its content is not that of a fit ({error}). Save the fit again."
+            f"{path} is altered: its content is not that of a fit "
+            f"({first_line(error)}). Save the fit again."
         ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype)
@@ -116,8 +123,8 @@ def _check_model(
     for name, shape in zip(space.names, space.shapes, strict=True):
         if shapes.get(name) != shape:
             raise WeightsMismatchError(
-                f"{path} was fitted to another model: expected a parameter {name} of shape "
-                f"{shape}, got {shapes.get(name, 'none of that name')}."
+                f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
+                f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
             )
     if weights is not None and fingerprint(model) != weights:
         raise WeightsMismatchError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltabars.archives import read_arrays
-from deltabars.errors import CorruptFileError
+from deltabars.errors import CorruptFileError, first_line
 from deltabars.prediction import Prediction
 from deltabars.reading import parse_json
 from deltabars.sources import NamedData
@@ -74,7 +74,7 @@ def read_kept(path: Path) -> Kept:
         names = tuple(str(name) for name in arrays["names"])
         _check(values, names, targets)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptFileError(f"{path} is altered: remove it ({error}).") from error
+        raise CorruptFileError(f"{path} is altered: remove it ({first_line(error)}).") from error
     return Kept(prediction, names, targets, data, about)
 
 

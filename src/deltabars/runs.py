@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltabars.errors import BadValueError, CorruptFileError, StorageError
+from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit
 from deltabars.loading import load
 from deltabars.reading import parse_json, read_start
@@ -111,10 +111,10 @@ class Run:
             StorageError, CorruptFileError: there is none, or its description is altered.
         """
         folder = Path(path)
-        if not (folder / _DESCRIPTION).is_file():
+        if not os.path.isfile(folder / _DESCRIPTION):
             raise StorageError(
                 f"RUN: expected a folder that `deltabars fit --out` made, got {folder}, which "
-                f"{'has no ' + _DESCRIPTION if folder.is_dir() else 'does not exist'}."
+                f"{'has no ' + _DESCRIPTION if os.path.isdir(folder) else 'does not exist'}."
             )
         try:
             content = parse_json(read_start(folder / _DESCRIPTION, _MOST))
@@ -129,7 +129,8 @@ class Run:
                 raise TypeError("classes")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
-                f"{folder / _DESCRIPTION} is altered: it cannot be read ({error}). Fit again."
+                f"{folder / _DESCRIPTION} is altered: it cannot be read "
+                f"({first_line(error)}). Fit again."
             ) from error
         if newer:
             raise StorageError(f"{folder} is of a newer deltabars. Install that.")
@@ -198,7 +199,7 @@ class Run:
 
 def check_new(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot become a RUN, before anything is computed."""
-    if folder.is_symlink() or folder.exists():
+    if os.path.lexists(folder):
         is_run = (folder / _DESCRIPTION).is_file() and (folder / _FIT).is_file()
         if not overwrite or not is_run or folder.is_symlink():
             advice = "Give --overwrite to replace it." if is_run else "It is no RUN."

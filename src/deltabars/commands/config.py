@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltabars.errors import BadValueError, first_line
+from deltabars.errors import BadValueError, first_line, shortened
 from deltabars.reading import read_start
 
 _FLAG = "--config"
@@ -44,8 +44,8 @@ def with_config(
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)
             raise BadValueError(
-                f"--config: expected options of `deltabars {given[0]}` in {path}, got {key!r}. "
-                f"The nearest one is {near[0]!r}."
+                f"--config: expected options of `deltabars {given[0]}` in {path}, got "
+                f"{shortened(repr(key))}. The nearest one is {near[0]!r}."
             )
         words += _words(name, value, known[name], path)
     return [given[0], *words, *given[1:]]
@@ -71,9 +71,7 @@ def _options(path: Path, command: str, commands: list[str]) -> dict[str, Any]:
             f"--config: expected a file that can be read, got {path}: {error.strerror}."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise BadValueError(
-            f"--config: expected TOML, got {str(path)!r}: {first_line(error)}."
-        ) from error
+        raise BadValueError(f"--config: expected TOML, got {path}: {first_line(error)}.") from error
     tables = {name: content.pop(name) for name in commands if isinstance(content.get(name), dict)}
     return {**content, **tables.get(command, {})}
 

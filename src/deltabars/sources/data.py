@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ class NamedData:
 
     def absolute(self) -> NamedData:
         """The same with whole paths, so that it holds in every folder."""
-        is_path = Path(self.spec).exists() or not is_name(self.spec)
+        is_path = os.path.exists(self.spec) or not is_name(self.spec)
         spec = str(Path(self.spec).absolute()) if is_path else with_full_path(self.spec)
         return replace(self, spec=spec, arguments=dict(self.arguments))
 
@@ -89,7 +90,7 @@ class NamedData:
     @property
     def _kind(self) -> str:
         path = Path(self.spec)
-        if path.is_dir():
+        if os.path.isdir(path):
             for kind, pattern in _DOWNLOADED.items():
                 if any(path.glob(pattern)):
                     return kind
@@ -98,7 +99,7 @@ class NamedData:
             return "npz"
         if is_name(self.spec):
             return "factory"
-        found = "is a file of another kind" if path.exists() else "does not exist"
+        found = "is a file of another kind" if os.path.exists(path) else "does not exist"
         raise DataError(
             f"--data: expected a folder, an .npz file, module:factory or file.py:factory, got "
             f"{self.spec}, which {found}."

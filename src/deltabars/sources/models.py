@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deltabars.errors import ModelError, first_line
+from deltabars.errors import ModelError, first_line, shortened
 from deltabars.reading import check_unpacked, length_of, open_plain
 from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
 
@@ -84,7 +85,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ModelError: the file is missing, broken, of another kind, or holds no state dict.
     """
     source = Path(path)
-    if not source.is_file():
+    if not os.path.isfile(source):  # also of a name that no file can have
         raise ModelError(f"--weights: expected a file, got {source}, which does not exist.")
     if source.suffix == ".safetensors":
         try:
@@ -155,7 +156,8 @@ def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
     unexpected = [name for name in weights if name not in wanted]
     if missing or unexpected:
         first = [
-            f"{what} {names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
+            f"{what} {shortened(repr(names[0]))}"
+            + (f" and {len(names) - 1} more" if names[1:] else "")
             for what, names in (("without", missing), ("with an unknown", unexpected))
             if names
         ]

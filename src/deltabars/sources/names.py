@@ -103,7 +103,7 @@ def _find(name: str, option: str) -> ModuleType:
 
 def _run_file(path: Path, option: str) -> ModuleType:
     """The module of a file, run once for as long as the file stays the same."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise BadValueError(f"{option}: expected a Python file, got {path}, which does not exist.")
     state = path.stat()
     key = f"{path.absolute()}:{state.st_mtime_ns}:{state.st_size}"

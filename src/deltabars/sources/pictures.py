@@ -40,7 +40,7 @@ class Preparation:
     def __post_init__(self) -> None:
         if self.size is not None and not _is_size(self.size):
             raise BadValueError(
-                f"--size: expected two whole numbers from 1 to {_LARGEST:,}, got {self.size}."
+                f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {self.size}."
             )
         for name, values in (("--mean", self.mean), ("--std", self.std)):
             if not all(isinstance(value, int | float) for value in values or ()):
