@@ -54,34 +54,35 @@ class Network:
         """
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-        space = (
-            selection
-            if isinstance(selection, ParameterSpace)
-            else ParameterSpace.select(model, selection)
-        )
-        state = dict(model.named_parameters()) | dict(model.named_buffers())
-        devices = {value.device for value in state.values()}
-        if device is None and len(devices) > 1:
-            raise ModelError(
-                f"Expected a model on one device, got {sorted(map(str, devices))}. "
-                "Move it with model.to(…), or name the device to compute on with device=."
+        with _TURNS.at(model):
+            space = (
+                selection
+                if isinstance(selection, ParameterSpace)
+                else ParameterSpace.select(model, selection)
             )
-        kind = _working_dtype(state[space.names[0]].dtype, dtype)
-        try:
-            place = torch.device(device) if device is not None else next(iter(devices))
-            with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
-                copies = {
-                    name: value.detach().to(
-                        place, kind if value.is_floating_point() else None, copy=True
-                    )
-                    for name, value in state.items()
-                }
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise BadValueError(
-                f"device: expected one that torch has here, got {device!r} "
-                f"({str(error).splitlines()[0]})."
-            ) from error
-        weights = [name for name, _ in model.named_parameters()]
+            state = dict(model.named_parameters()) | dict(model.named_buffers())
+            devices = {value.device for value in state.values()}
+            if device is None and len(devices) > 1:
+                raise ModelError(
+                    f"Expected a model on one device, got {sorted(map(str, devices))}. "
+                    "Move it with model.to(…), or name the device to compute on with device=."
+                )
+            kind = _working_dtype(state[space.names[0]].dtype, dtype)
+            try:
+                place = torch.device(device) if device is not None else next(iter(devices))
+                with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+                    copies = {
+                        name: value.detach().to(
+                            place, kind if value.is_floating_point() else None, copy=True
+                        )
+                        for name, value in state.items()
+                    }
+            except (RuntimeError, AssertionError, TypeError) as error:
+                raise BadValueError(
+                    f"device: expected one that torch has here, got {device!r} "
+                    f"({str(error).splitlines()[0]})."
+                ) from error
+            weights = [name for name, _ in model.named_parameters()]
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -154,7 +155,7 @@ class Network:
 
         def note(tensor: Tensor) -> Tensor:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-            return tensor
+            return tensor.detach()  # itself it would keep alive, by way of what made it
 
         trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
@@ -245,7 +246,9 @@ def model_errors() -> Iterator[None]:
 def fingerprint(model: torch.nn.Module) -> str:
     """A digest of a model's whole state: names, shapes, types and values."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
+    with _TURNS.at(model):
+        state = model.state_dict()
+    for name, value in sorted(state.items()):
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())

@@ -91,7 +91,7 @@ class Run:
             draft.mkdir()
             fit.save(draft / _FIT)
             (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
-            if folder.exists():
+            if overwrite and folder.exists():
                 os.replace(folder, former)
             os.replace(draft, folder)
         except OSError as error:
