@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
 # Licences under which a library may be used beside ours; each word of an expression counts.
 ALLOWED = re.compile(
     r"(apache|mit\b|bsd|isc\b|psf|python software foundation|mpl|mozilla public|hpnd|cc0|zlib|"
@@ -19,47 +25,42 @@ _OWN = "deltabars"
 _TOOLS = {"dev", "docs"}
 
 
-def plain(name: str) -> str:
-    """A name as indexes write it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def dependencies() -> list[str]:
     """Names of all that deltabars needs with its extras, as far as it is installed."""
-    waiting = [(_OWN, extra) for extra in extras()] + [(_OWN, "")]
-    seen, found = set(waiting), set()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    own = project["dependencies"] + [
+        text for name, texts in extras.items() if name not in _TOOLS for text in texts
+    ]
+    waiting = [Requirement(text) for text in own]
+    seen: set[tuple[str, str]] = set()
     while waiting:
-        name, extra = waiting.pop()
-        try:
-            needed = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name == _OWN:  # an extra that names another one, which is among them
             continue
-        found.add(name)
-        for text in needed:
-            if not applies(text, extra):
-                continue
-            match = re.match(r"([\w.-]+)(?:\[([\w,.\s-]+)\])?", text)
-            assert match is not None
-            for wanted in ["", *(match[2] or "").split(",")]:
-                item = plain(match[1]), wanted.strip()
-                if item not in seen:
-                    seen.add(item)
-                    waiting.append(item)
-    return sorted(found - {_OWN})
+        for extra in ("", *wanted.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                waiting += [found for found in needed(name) if applies(found, extra)]
+    return sorted({name for name, _ in seen if is_installed(name)})
 
 
-def extras() -> list[str]:
-    """The extras that a user may ask for."""
-    given = metadata.metadata(_OWN).get_all("Provides-Extra") or []
-    return [extra for extra in given if extra not in _TOOLS]
+def needed(name: str) -> list[Requirement]:
+    """What a distribution asks for."""
+    return (
+        [Requirement(text) for text in metadata.requires(name) or []] if is_installed(name) else []
+    )
 
 
-def applies(requirement: str, extra: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether there is a distribution of that name."""
+    return any(True for _ in metadata.distributions(name=name))
+
+
+def applies(wanted: Requirement, extra: str) -> bool:
     """Whether a requirement holds here, with an extra or without."""
-    from packaging.requirements import Requirement
-
-    marker = Requirement(requirement).marker
-    return marker is None or marker.evaluate({"extra": extra})
+    return wanted.marker is None or wanted.marker.evaluate({"extra": extra})
 
 
 def licence(name: str) -> str:
@@ -76,12 +77,18 @@ def licence(name: str) -> str:
     return " ".join((about.get("License") or "").split())[:80]
 
 
+def is_allowed(said: str) -> bool:
+    """Whether what is said of a licence names one that is allowed, and none that is refused."""
+    parts = re.split(r"\s+(?:AND|OR)\s+", re.sub(r"\s+WITH\s+\S+", "", said))
+    return all(ALLOWED.search(part) for part in parts) and not REFUSED.search(said)
+
+
 def problems() -> list[str]:
     """Dependencies whose licence is not among those allowed, nor known."""
     found = []
     for name in dependencies():
         said = licence(name)
-        fine = bool(ALLOWED.search(said)) and not REFUSED.search(said)
+        fine = is_allowed(said)
         if not fine and name not in KNOWN:
             found.append(f"{name}: expected a licence that is allowed, got {said or 'none'!r}")
         if fine and name in KNOWN:
