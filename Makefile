@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test bench lint docs screenshots clean
+.PHONY: demo test bench lint docs screenshots torture lock verify-lock licences audit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltabars demo --report deltabars-demo.html
@@ -16,8 +16,8 @@ bench: $(VENV)/.dev
 	$(BIN)/deltabars bench
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -27,6 +27,25 @@ docs: $(VENV)/.dev
 # The pictures of the report in the documentation; needs Chromium.
 screenshots: $(VENV)/.dev
 	$(BIN)/python -m tests.screenshots docs/images
+
+# The long campaigns, in as many seconds; plain `pytest` does not collect them.
+torture: export DELTABARS_TORTURE_SECONDS ?= 600
+torture: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/torture -s
+
+# The lock file of the test environment, anew, and compared with what is installed.
+lock: $(VENV)/.dev
+	$(BIN)/python tools/lock.py
+
+verify-lock: $(VENV)/.dev
+	$(BIN)/python tools/lock.py --check
+
+licences: $(VENV)/.dev
+	$(BIN)/python tools/licences.py
+
+# Known weaknesses of what is installed, where advisories can be had.
+audit: $(VENV)/.dev
+	$(BIN)/python tools/audit.py
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

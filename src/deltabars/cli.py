@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import sysconfig
 import traceback
@@ -28,11 +29,22 @@ _LIBRARIES = tuple(
 )
 
 
+class _Terminated(BaseException):
+    """The process was asked to end: files that are being written are put away on the way out."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise _Terminated
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:
+        if arguments is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
         parser, commands = make_parser()  # imports torch, which takes its time
         from deltabars.commands.config import with_config
 
@@ -47,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("deltabars: interrupted", file=sys.stderr)
+        return 1
+    except _Terminated:
+        print("deltabars: terminated", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -88,3 +88,16 @@ class DataWarning(DeltaBarsWarning):
 
 class CheckpointWarning(DeltaBarsWarning):
     """A checkpoint could not be written or read; the fit goes on without it."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says, shortened: some of torch's messages are a page long."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return shortened(line)
+
+
+def shortened(text: object) -> str:
+    """What a file or another library says, in one line that a terminal can show."""
+    plain = str(text)
+    line = plain if len(plain) <= 120 else f"{plain[:117]}…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -8,10 +8,17 @@ from typing import Any
 import torch
 
 from deltabars import storage
+from deltabars.contents import check_header, check_spectra
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import Decay
 from deltabars.eigen import EigenPairs
-from deltabars.errors import CorruptFileError, ModelError, WeightsMismatchError
+from deltabars.errors import (
+    CorruptFileError,
+    ModelError,
+    WeightsMismatchError,
+    first_line,
+    shortened,
+)
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
 from deltabars.likelihoods.named import from_description
@@ -61,6 +68,7 @@ def load(
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     header, tensors = storage.read(path)
     try:
+        check_header(header)
         space = ParameterSpace(
             tuple(entry["name"] for entry in header["parameters"]),
             tuple(tuple(entry["shape"]) for entry in header["parameters"]),
@@ -75,8 +83,12 @@ def load(
         signature = _signature(header["inputs"])
         dtype = _DTYPES[header["dtype"]]
         likelihood = from_description(header["likelihood"])
-    except (KeyError, TypeError) as error:
-        raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
+        check_spectra(spectra, space.size)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(
+            f"{path} is altered: its content is not that of a fit "
+            f"({first_line(error)}). Save the fit again."
+        ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
     scales = header.get("scales", {})
@@ -111,8 +123,8 @@ def _check_model(
     for name, shape in zip(space.names, space.shapes, strict=True):
         if shapes.get(name) != shape:
             raise WeightsMismatchError(
-                f"{path} was fitted to another model: expected a parameter {name} of shape "
-                f"{shape}, got {shapes.get(name, 'none of that name')}."
+                f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
+                f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
             )
     if weights is not None and fingerprint(model) != weights:
         raise WeightsMismatchError(

@@ -25,6 +25,7 @@ from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
 from deltabars.precision import full_precision
+from deltabars.turns import Shared, Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,34 +59,35 @@ class Network:
             raise BadValueError(f"deterministic: expected True or False, got {deterministic!r}.")
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-        space = (
-            selection
-            if isinstance(selection, ParameterSpace)
-            else ParameterSpace.select(model, selection)
-        )
-        state = dict(model.named_parameters()) | dict(model.named_buffers())
-        devices = {value.device for value in state.values()}
-        if device is None and len(devices) > 1:
-            raise ModelError(
-                f"Expected a model on one device, got {sorted(map(str, devices))}. "
-                "Move it with model.to(…), or name the device to compute on with device=."
+        with _TURNS.at(model):
+            space = (
+                selection
+                if isinstance(selection, ParameterSpace)
+                else ParameterSpace.select(model, selection)
             )
-        kind = _working_dtype(state[space.names[0]].dtype, dtype)
-        try:
-            place = torch.device(device) if device is not None else next(iter(devices))
-            with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
-                copies = {
-                    name: value.detach().to(
-                        place, kind if value.is_floating_point() else None, copy=True
-                    )
-                    for name, value in state.items()
-                }
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise BadValueError(
-                f"device: expected one that torch has here, got {device!r} "
-                f"({str(error).splitlines()[0]})."
-            ) from error
-        weights = [name for name, _ in model.named_parameters()]
+            state = dict(model.named_parameters()) | dict(model.named_buffers())
+            devices = {value.device for value in state.values()}
+            if device is None and len(devices) > 1:
+                raise ModelError(
+                    f"Expected a model on one device, got {sorted(map(str, devices))}. "
+                    "Move it with model.to(…), or name the device to compute on with device=."
+                )
+            kind = _working_dtype(state[space.names[0]].dtype, dtype)
+            try:
+                place = torch.device(device) if device is not None else next(iter(devices))
+                with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+                    copies = {
+                        name: value.detach().to(
+                            place, kind if value.is_floating_point() else None, copy=True
+                        )
+                        for name, value in state.items()
+                    }
+            except (RuntimeError, AssertionError, TypeError) as error:
+                raise BadValueError(
+                    f"device: expected one that torch has here, got {device!r} "
+                    f"({str(error).splitlines()[0]})."
+                ) from error
+            weights = [name for name, _ in model.named_parameters()]
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -158,7 +160,7 @@ class Network:
 
         def note(tensor: Tensor) -> Tensor:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-            return tensor
+            return tensor.detach()  # itself it would keep alive, by way of what made it
 
         trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
@@ -195,7 +197,15 @@ class Network:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Compute in eval mode and full precision; everything is as before afterwards."""
+        """Compute in eval mode and full precision; everything is as before afterwards.
+
+        Another thread waits until this one is done with the model, whose flags, hooks and
+        parameters are others in the meantime.
+        """
+        with _TURNS.at(self.model):
+            yield from self._evaluation()
+
+    def _evaluation(self) -> Iterator[None]:
         training = [module for module in self.model.modules() if module.training]
         # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
         hooked = [
@@ -216,6 +226,10 @@ class Network:
                 module.training = True
             for module, name, hooks in hooked:
                 setattr(module, name, hooks)
+
+
+_TURNS = Turns()
+_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def weighted_sum(outputs: Tensor) -> Tensor:
@@ -241,7 +255,9 @@ def model_errors() -> Iterator[None]:
 def fingerprint(model: torch.nn.Module) -> str:
     """A digest of a model's whole state: names, shapes, types and values."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
+    with _TURNS.at(model):
+        state = model.state_dict()
+    for name, value in sorted(state.items()):
         if not isinstance(value, Tensor):
             continue
         digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())
@@ -254,8 +270,7 @@ def _not_compiled() -> AbstractContextManager[Any]:
     """Run models that were compiled as they were written: derivatives look inside."""
     if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
         return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return _AS_WRITTEN()
 
 
 def _working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from deltabars.turns import Shared
 
 _CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
 
@@ -22,8 +24,8 @@ def full_precision(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),  # torch.func turns gradients on where it needs them
         torch.autocast(device.type, enabled=False),
-        float32_products(device, "ieee"),  # the error of TF32 is of the order of λ itself
-        _plain_attention(),
+        _ieee() if device.type == "cuda" else nullcontext(),
+        _plain(),
     ):
         yield
 
@@ -37,6 +39,9 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+_plain = Shared(_plain_attention)
 
 
 @contextmanager
@@ -54,3 +59,7 @@ def float32_products(device: torch.device, how: str) -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
+
+
+# The error of TF32 is of the order of λ itself.
+_ieee = Shared(lambda: float32_products(torch.device("cuda"), "ieee"))

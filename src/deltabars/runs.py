@@ -10,47 +10,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from deltabars.errors import BadValueError, CorruptFileError, StorageError
+from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit
 from deltabars.loading import load
-from deltabars.prediction import Prediction
-from deltabars.recipes.paper import read_arrays
+from deltabars.reading import parse_json, read_start
+from deltabars.records import Kept, named_data, read_kept
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
 from deltabars.writing import check_parent, write_whole
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _FORMAT = 1
-_TUPLES = ("size", "mean", "std")
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """A prediction with the names and targets of its inputs, as it is kept in a RUN.
-
-    Attributes:
-        prediction: of all inputs, on the CPU.
-        names: of the inputs.
-        targets: where they are known.
-        data: how the data are named.
-        about: what the prediction was asked for, and the data's fingerprint.
-    """
-
-    prediction: Prediction
-    names: tuple[str, ...]
-    targets: Tensor | None
-    data: NamedData
-    about: Mapping[str, Any]
+_MOST = 16 << 20  # bytes of a description
 
 
 @dataclass(frozen=True)
@@ -102,14 +83,15 @@ class Run:
             "data": asdict(data.absolute()),
             "classes": classes,
         }
+        own = secrets.token_hex(8)  # of this process and thread alone
         draft, former = (
-            folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("draft", "former")
+            folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
         )
         try:
             draft.mkdir()
             fit.save(draft / _FIT)
             (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
-            if folder.exists():
+            if overwrite and folder.exists():
                 os.replace(folder, former)
             os.replace(draft, folder)
         except OSError as error:
@@ -129,22 +111,26 @@ class Run:
             StorageError, CorruptFileError: there is none, or its description is altered.
         """
         folder = Path(path)
-        if not (folder / _DESCRIPTION).is_file():
+        if not os.path.isfile(folder / _DESCRIPTION):
             raise StorageError(
                 f"RUN: expected a folder that `deltabars fit --out` made, got {folder}, which "
-                f"{'has no ' + _DESCRIPTION if folder.is_dir() else 'does not exist'}."
+                f"{'has no ' + _DESCRIPTION if os.path.isdir(folder) else 'does not exist'}."
             )
         try:
-            content = json.loads((folder / _DESCRIPTION).read_text())
+            content = parse_json(read_start(folder / _DESCRIPTION, _MOST))
             model, data = NamedModel(**content.pop("model")), named_data(content.pop("data"))
             classes = content.pop("classes")
             found = cls(folder, model, data, None if classes is None else tuple(classes), content)
             newer = content["format"] > _FORMAT
-            if not isinstance(content["outputs"], int):
+            outputs = content["outputs"]
+            if not isinstance(outputs, int) or outputs < 1:
                 raise TypeError("outputs")
+            if classes is not None and not _are_names(classes):
+                raise TypeError("classes")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
-                f"{folder / _DESCRIPTION} is altered: it cannot be read ({error}). Fit again."
+                f"{folder / _DESCRIPTION} is altered: it cannot be read "
+                f"({first_line(error)}). Fit again."
             ) from error
         if newer:
             raise StorageError(f"{folder} is of a newer deltabars. Install that.")
@@ -180,18 +166,15 @@ class Run:
 
     def keep(self, kept: Kept) -> Path:
         """Keep a prediction; one of the same data and options takes the place of the former."""
-        arrays: dict[str, Any] = {
-            f"prediction.{name}": value for name, value in kept.prediction.numpy().items()
-        }
-        arrays["names"] = np.array(kept.names)
-        if kept.targets is not None:
-            arrays["targets"] = kept.targets.cpu().numpy()
-        about = {**kept.about, "data": asdict(kept.data.absolute())}
-        arrays["about"] = np.array(json.dumps(about))
+        arrays = kept.arrays()
         folder = self.path / _PREDICTIONS
         path = folder / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
         try:
             folder.mkdir(exist_ok=True)
+            if folder.is_symlink():
+                raise StorageError(
+                    f"Cannot write {folder}: expected a folder in the RUN, got a link to another."
+                )
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
         write_whole(path, lambda draft: np.savez(draft, **arrays))
@@ -202,7 +185,7 @@ class Run:
         if about.get("fingerprint") is None:
             return None
         path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, about)}.npz"
-        return _read(path) if path.is_file() else None
+        return read_kept(path) if path.is_file() else None
 
     def latest(self) -> Kept | None:
         """The prediction that was kept last; None if there is none."""
@@ -211,12 +194,12 @@ class Run:
             for path in (self.path / _PREDICTIONS).glob("*.npz")
             if not path.name.startswith("draft-")
         ]
-        return _read(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
+        return read_kept(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
 
 
 def check_new(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot become a RUN, before anything is computed."""
-    if folder.is_symlink() or folder.exists():
+    if os.path.lexists(folder):
         is_run = (folder / _DESCRIPTION).is_file() and (folder / _FIT).is_file()
         if not overwrite or not is_run or folder.is_symlink():
             advice = "Give --overwrite to replace it." if is_run else "It is no RUN."
@@ -226,13 +209,8 @@ def check_new(folder: Path, overwrite: bool) -> None:
     check_parent(folder, "--out")
 
 
-def named_data(raw: Mapping[str, Any]) -> NamedData:
-    """Named data as they come from JSON, which has no tuples."""
-    values = dict(raw)
-    for name in _TUPLES:
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
-    return NamedData(**values)
+def _are_names(classes: Any) -> bool:
+    return isinstance(classes, list) and all(isinstance(name, str) for name in classes)
 
 
 def _name(data: NamedData) -> str:
@@ -243,22 +221,3 @@ def _name(data: NamedData) -> str:
 def _key(data: NamedData, about: Mapping[str, Any]) -> str:
     named = json.dumps([asdict(data.absolute()), dict(about)], sort_keys=True)
     return fingerprint_of(named)[:12]
-
-
-def _read(path: Path) -> Kept:
-    arrays = read_arrays(path, "Kept predictions (remove the file to compute them again)")
-    try:
-        about = json.loads(str(arrays["about"]))
-        data = named_data(about.pop("data"))
-        values: dict[str, Any] = {
-            field.name: torch.from_numpy(arrays[f"prediction.{field.name}"])
-            for field in fields(Prediction)
-            if f"prediction.{field.name}" in arrays
-        }
-        absent: dict[str, Any] = {field.name: None for field in fields(Prediction)}
-        prediction = Prediction(**{**absent, **values})
-        targets = torch.from_numpy(arrays["targets"]) if "targets" in arrays else None
-        names = tuple(str(name) for name in arrays["names"])
-    except (KeyError, ValueError, TypeError) as error:
-        raise CorruptFileError(f"{path} is altered: remove it ({error}).") from error
-    return Kept(prediction, names, targets, data, about)

@@ -10,16 +10,18 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltabars.errors import CorruptFileError, FormatVersionError, StorageError
+from deltabars.errors import CorruptFileError, FormatVersionError, StorageError, first_line
+from deltabars.reading import length_of, open_plain, parse_json
 from deltabars.writing import write_whole
 
 FORMAT_VERSION = 2  # 2 has the scales of parameters with λs of their own
@@ -54,15 +56,17 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         StorageError: it cannot be opened.
     """
     source = Path(path)
-    header = read_header(source)
-    try:
-        # Copied, because the file's tensors lie at any address, and the last bits of a product
-        # depend on how its factors are aligned.
-        tensors = {name: tensor.clone() for name, tensor in load_file(source).items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptFileError(
-            f"{source} is altered: its tensors cannot be read ({error})."
-        ) from error
+    with _opened(source) as file:
+        header = _header(file, source)
+        try:
+            # Copied, because the file's tensors lie at any address, and the last bits of a product
+            # depend on how its factors are aligned.
+            there = load_file(_same(file, source))
+            tensors = {name: tensor.clone() for name, tensor in there.items()}
+        except Exception as error:  # whatever safetensors makes of bytes that are not its own
+            raise CorruptFileError(
+                f"{source} is altered: its tensors cannot be read ({first_line(error)})."
+            ) from error
     stated = header.pop("digest", None)
     if stated != _digest(header, tensors):
         raise CorruptFileError(
@@ -74,29 +78,51 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The header alone, from a file whose length and format version are checked."""
     source = Path(path)
+    with _opened(source) as file:
+        return _header(file, source)
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[BinaryIO]:
     try:
-        size = source.stat().st_size
-        with open(source, "rb") as handle:
-            start = handle.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
-            if length > _LONGEST_HEADER:
-                raise CorruptFileError(f"{source} is not a deltabars file.")
-            raw = handle.read(length)
+        file = open_plain(source)
+    except OSError as error:
+        raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+def _same(file: BinaryIO, source: Path) -> str:
+    """A path of an open file: by its own another one may have come to lie in the meantime."""
+    own = f"/dev/fd/{file.fileno()}"
+    return own if os.path.exists(own) else str(source)
+
+
+def _header(file: BinaryIO, source: Path) -> dict[str, Any]:
+    try:
+        size = length_of(file)
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
+        if length > _LONGEST_HEADER:
+            raise CorruptFileError(f"{source} is not a deltabars file.")
+        raw = file.read(min(length, size))
     except OSError as error:
         raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
     if len(raw) < length:
         raise CorruptFileError(f"{source} is truncated: it ends inside its header.")
     try:
-        outline = json.loads(raw)
+        outline = parse_json(raw)
         metadata = outline.pop("__metadata__", {})
         ends = [int(entry["data_offsets"][1]) for entry in outline.values()]
-        header = json.loads(metadata[_ENTRY]) if _ENTRY in metadata else None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        header = parse_json(metadata[_ENTRY]) if _ENTRY in metadata else None
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError
+    ) as error:  # fmt: skip
         raise CorruptFileError(f"{source} is altered: its header cannot be read.") from error
     if not isinstance(header, dict):
         raise CorruptFileError(f"{source} is not a deltabars file.")
     found = header.get("format")
-    if not isinstance(found, int):
+    if not isinstance(found, int) or found < 1:
         raise CorruptFileError(f"{source} is altered: its header has no format version.")
     if found > FORMAT_VERSION:
         raise FormatVersionError(

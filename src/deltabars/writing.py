@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,12 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
-    draft = path.with_name(f"draft-{os.getpid()}-{path.name}")
+    if "\0" in str(path):
+        raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
+    # Of a name that no other process or thread has, and that nobody can have put a link at.
+    draft = path.with_name(f"draft-{secrets.token_hex(8)}-{path.name[-50:]}")
     try:
+        draft.touch(exist_ok=False)
         writer(draft)
         with draft.open("rb") as file:
             os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it

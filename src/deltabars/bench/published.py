@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deltabars.archives import read_arrays
 from deltabars.bench.context import Bench
 from deltabars.bench.goals import (
     PUBLISHED_HESSIAN,
@@ -20,7 +21,6 @@ from deltabars.curvature import OPGOperator
 from deltabars.eigen import block_krylov
 from deltabars.errors import DataError
 from deltabars.precision import full_precision
-from deltabars.recipes.paper import read_arrays
 from deltabars.summation import inner
 
 _EQUAL_UNTIL = 50  # published OPG values are truncated, and exact only so far

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, first_line, shortened
+from deltabars.reading import read_start
 
 _FLAG = "--config"
+_MOST = 1 << 20  # bytes
 
 
 def with_config(
@@ -42,8 +44,8 @@ def with_config(
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)
             raise BadValueError(
-                f"--config: expected options of `deltabars {given[0]}` in {path}, got {key!r}. "
-                f"The nearest one is {near[0]!r}."
+                f"--config: expected options of `deltabars {given[0]}` in {path}, got "
+                f"{shortened(repr(key))}. The nearest one is {near[0]!r}."
             )
         words += _words(name, value, known[name], path)
     return [given[0], *words, *given[1:]]
@@ -63,13 +65,13 @@ def _find(arguments: list[str]) -> Path | None:
 
 def _options(path: Path, command: str, commands: list[str]) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_start(path, _MOST).decode("utf-8"))
     except OSError as error:
         raise BadValueError(
             f"--config: expected a file that can be read, got {path}: {error.strerror}."
         ) from error
-    except ValueError as error:
-        raise BadValueError(f"--config: expected TOML, got {path}: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise BadValueError(f"--config: expected TOML, got {path}: {first_line(error)}.") from error
     tables = {name: content.pop(name) for name in commands if isinstance(content.get(name), dict)}
     return {**content, **tables.get(command, {})}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from deltabars.errors import BadValueError
+from deltabars.reading import parse_json
 from deltabars.sources import NamedData, NamedModel
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -157,7 +157,7 @@ def _classes(given: list[str]) -> str | list[int]:
 def json_object(text: str) -> dict[str, Any]:
     """Keyword arguments in JSON."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}") from error
     if not isinstance(found, dict):

@@ -19,7 +19,7 @@ from deltabars.commands.options import (
 )
 from deltabars.commands.predicting import arguments_for, load_fit, open_run, predict_and_keep
 from deltabars.commands.python import Code, call, program
-from deltabars.runs import Kept
+from deltabars.records import Kept
 from deltabars.tables import check_ending
 from deltabars.writing import check_can_write
 

@@ -23,7 +23,8 @@ from deltabars.errors import DataError
 from deltabars.fitted import DeltaFit
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
-from deltabars.runs import Kept, Run
+from deltabars.records import Kept
+from deltabars.runs import Run
 from deltabars.sources import NamedData, Source
 from deltabars.tables import Columns, columns_of, write_table
 from deltabars.writing import check_parent

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
-from deltabars.curvature.singles import UNSUPPORTED, first_line
-from deltabars.errors import ModelError
+from deltabars.curvature.singles import UNSUPPORTED
+from deltabars.errors import ModelError, first_line
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import ran_out
 from deltabars.network import Network

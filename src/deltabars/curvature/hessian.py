@@ -17,8 +17,8 @@ from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.double_backward import check_gradient_products, gradient_products
 from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
-from deltabars.curvature.singles import UNSUPPORTED, first_line
-from deltabars.errors import ModelWarning
+from deltabars.curvature.singles import UNSUPPORTED
+from deltabars.errors import ModelWarning, first_line
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem

@@ -9,6 +9,7 @@ of examples (`prepare`); what does is all that is left of a product (`apply`).
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class LinearPart:
         changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
         rewrite(traced.graph, changing, device)
         self._before, self._after = _cut(traced, len(fixed))
+        for module in (traced, self._before, self._after):
+            _forget_source(module)
 
     def prepare(self, fixed: Sequence[Tensor]) -> Tensors:
         """Everything that does not depend on the tangents and is needed with them."""
@@ -85,6 +88,14 @@ def _check_shapes_are_fixed(graph: Graph) -> None:
             )
         if dynamic or "as_strided" in str(target):
             raise RuntimeError(f"{target} cannot be applied to other values.")
+
+
+def _forget_source(module: GraphModule) -> None:
+    """Let go of the text of a graph, which torch keeps for tracebacks for as long as it runs."""
+    key = type(module).forward.__code__.co_filename
+    linecache.cache.pop(key, None)
+    loader: Any = getattr(torch.fx.graph_module, "_loader", None)
+    getattr(loader, "eval_cache", {}).pop(key, None)
 
 
 def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from deltabars.errors import ModelWarning
+from deltabars.errors import ModelWarning, first_line
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
@@ -179,9 +179,3 @@ def agree(found: Tensor, exact: Tensor, whole: float) -> bool:
 def total_norm(parts: Iterable[Tensor]) -> float:
     """The norm of all parts together."""
     return math.hypot(*(float(part.norm()) for part in parts))
-
-
-def first_line(error: BaseException) -> str:
-    """What torch says, shortened: some of its messages are a page long."""
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return line if len(line) <= 120 else f"{line[:117]}…"

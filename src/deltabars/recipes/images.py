@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError
+from deltabars.reading import check_unpacked, length_of, open_plain
 
 PARTS = ("train", "test")
 _MNIST_FILES = {"train": "train", "test": "t10k"}  # MNIST's own names of its parts
@@ -54,7 +56,7 @@ def read_mnist(
         raise DataError(
             f"MNIST: expected classes from 0 to 9, got {int(labels.max())} in {folder}."
         )
-    return images[:, None].float() / 255, labels.long()
+    return images[:, None].float().div_(255), labels.long()
 
 
 def read_cifar10(
@@ -78,13 +80,14 @@ def read_cifar10(
             f"CIFAR-10: expected {count} images or more, got {len(records)} in {folder}."
         )
     records = records[:count]
-    images = records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).float() / 255
-    return images, records[:, 0].long()
+    images = records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).float()
+    return images.div_(255), records[:, 0].long()
 
 
 def _records(path: Path) -> Tensor:
     try:
-        content = np.fromfile(path, dtype=np.uint8)
+        with open_plain(path) as file:
+            content = np.fromfile(file, dtype=np.uint8)
     except FileNotFoundError as error:
         raise DataError(
             f"CIFAR-10: expected a binary batch at {path}, got nothing there."
@@ -122,13 +125,14 @@ def read_idx(path: Path, count: int | None = None) -> Tensor:
         DataError: the file is missing, truncated, too long, or not an idx file of bytes.
     """
     try:
-        with Path(path).open("rb") as raw:
+        with open_plain(path) as raw:
+            packed = length_of(raw)
             zipped = raw.read(2) == _GZIP
             raw.seek(0)
             if not zipped:
-                return _items(raw, path, count)
+                return _items(raw, path, count, packed)
             with gzip.open(raw) as file:
-                return _items(cast(BinaryIO, file), path, count)
+                return _items(cast(BinaryIO, file), path, count, None, packed)
     except FileNotFoundError as error:
         raise DataError(f"idx file: expected one at {path}, got nothing there.") from error
     except (EOFError, zlib.error) as error:
@@ -137,7 +141,10 @@ def read_idx(path: Path, count: int | None = None) -> Tensor:
         raise DataError(f"idx file: expected one that can be read, got {path}: {error}.") from error
 
 
-def _items(file: BinaryIO, path: Path, count: int | None) -> Tensor:
+def _items(
+    file: BinaryIO, path: Path, count: int | None, length: int | None, packed: int = 0
+) -> Tensor:
+    """The items, of a file of that length, or of one that comes out of as many packed bytes."""
     head = file.read(4)
     if len(head) < 4 or head[:3] != bytes([0, 0, _BYTES]) or not 1 <= head[3] <= 4:
         raise DataError(
@@ -152,15 +159,25 @@ def _items(file: BinaryIO, path: Path, count: int | None) -> Tensor:
         if not 1 <= count <= shape[0]:
             raise DataError(f"idx file: expected {count} items or more, got {shape[0]} in {path}.")
         shape[0] = count
-    size = int(np.prod(shape))
-    items = file.read(size)
+    size = math.prod(shape)
+    if length is None:
+        try:
+            check_unpacked(size, packed)
+        except ValueError as error:
+            raise DataError(
+                f"idx file: expected one that can be unpacked in memory, got {path}: {error}. "
+                "Unpack it with gunzip."
+            ) from error
+    there = size if length is None else length - len(head) - len(lengths)
+    items = np.empty(min(size, there), dtype=np.uint8)
+    got = file.readinto(items)  # type: ignore[attr-defined]
     rest = file.read(1) if count is None else b""
-    if len(items) < size or rest:
+    if got < size or rest:
         raise DataError(
-            f"idx file: expected {size} bytes after the header, got "
-            f"{'more' if rest else len(items)} in {path}."
+            f"idx file: expected {size} bytes after the header, got {'more' if rest else got} in "
+            f"{path}."
         )
-    return torch.from_numpy(np.frombuffer(items, dtype=np.uint8).reshape(shape).copy())
+    return torch.from_numpy(items.reshape(shape))
 
 
 def _find(folder: Path, name: str) -> Path:

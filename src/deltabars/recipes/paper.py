@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deltabars.errors import BadValueError, DataError, ModelError
+from deltabars.archives import read_arrays
+from deltabars.errors import ModelError
 from deltabars.recipes.images import Reader, read_cifar10, read_mnist
 
 L2 = 0.01
 BATCH = 100
-# What numpy and zipfile raise of a file that is altered or is no .npz at all.
-_BROKEN = (
-    OSError, ValueError, EOFError, TypeError, AttributeError, KeyError, RuntimeError,
-    SyntaxError, zlib.error, zipfile.BadZipFile,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,6 +148,12 @@ def load_weights(path: Path, recipe: Recipe = MNIST) -> PaperNetwork:
             f"Weights: expected arrays with the names and shapes of the paper's network, got "
             f"others in {path} (of {other[0][0]!r}, for one)."
         )
+    for name, value in arrays.items():
+        if value.dtype.kind != "f" or value.dtype.itemsize > 8 or not value.dtype.isnative:
+            raise ModelError(
+                f"Weights: expected real numbers of up to 64 bits, got {value.dtype} for {name!r} "
+                f"in {path}."
+            )
     return with_weights(recipe, arrays)
 
 
@@ -162,18 +162,3 @@ def with_weights(recipe: Recipe, arrays: Mapping[str, np.ndarray]) -> PaperNetwo
     network = blank_network(recipe)
     network.load_state_dict({name: torch.from_numpy(value) for name, value in arrays.items()})
     return network
-
-
-def read_arrays(
-    path: Path, what: str, kind: type[BadValueError] = DataError
-) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name; a missing or broken file is an error of that kind."""
-    try:
-        with Path(path).open("rb") as file, np.load(file) as arrays:
-            return {name: arrays[name] for name in arrays}
-    except FileNotFoundError as error:
-        raise kind(f"{what}: expected an .npz file, got {path}, which does not exist.") from error
-    except _BROKEN as error:
-        raise kind(
-            f"{what}: expected an .npz file, got {path}, which is truncated or is none."
-        ) from error

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from deltabars.archives import read_arrays
 from deltabars.errors import BadValueError, StorageError
-from deltabars.recipes.paper import read_arrays
+from deltabars.reading import parse_json
 from deltabars.writing import write_text, write_whole
 
 SECONDS = "seconds"
@@ -87,7 +88,7 @@ class Stages:
 
 def _read_identity(path: Path) -> Mapping[str, Any]:
     try:
-        kept = json.loads(path.read_text())
+        kept = parse_json(path.read_text())
     except ValueError as error:  # no JSON, or no text
         raise StorageError(f"{path} is altered: {error}.") from error
     if not isinstance(kept, dict):

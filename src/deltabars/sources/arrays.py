@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from deltabars.archives import read_arrays
 from deltabars.errors import DataError
 from deltabars.recipes.images import read_cifar10, read_mnist
-from deltabars.recipes.paper import CIFAR10, MNIST, read_arrays
+from deltabars.recipes.paper import CIFAR10, MNIST
 from deltabars.sources.names import find_object, user_code
 from deltabars.sources.pictures import Preparation
 from deltabars.sources.source import Picture, Source, fingerprint_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deltabars.errors import DataError, ModelError
+from deltabars.errors import DataError, ModelError, first_line
 from deltabars.sources.data import NamedData
 from deltabars.sources.folders import Pictures
 from deltabars.sources.source import Source
@@ -46,8 +46,7 @@ def _outputs(model: nn.Module, image: Tensor) -> object:
         with torch.no_grad():
             return model(image[None].to(first.device, first.dtype))
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
         raise ModelError(
             f"--model: expected a model that takes pictures {(1, *image.shape)}, got one that does "
-            f"not ({said}). --gray makes one channel of them, --size another size."
+            f"not ({first_line(error)}). --gray makes one channel of them, --size another size."
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from deltabars.errors import BadValueError, DataError
 from deltabars.sources.arrays import from_factory, read_downloaded, read_npz
 from deltabars.sources.folders import read_folder
-from deltabars.sources.names import is_name, with_full_path
+from deltabars.sources.names import check_texts, is_name, with_full_path
 from deltabars.sources.pictures import Preparation
 from deltabars.sources.source import Source
 
@@ -47,6 +48,11 @@ class NamedData:
     std: tuple[float, ...] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        check_texts("--data", self.arguments, self.spec, self.part)
+        if self.spec is None:
+            raise DataError("--data: expected the name of data, got none.")
+
     def load(self) -> Source:
         """The data; a folder of pictures is read as it is needed.
 
@@ -67,7 +73,7 @@ class NamedData:
 
     def absolute(self) -> NamedData:
         """The same with whole paths, so that it holds in every folder."""
-        is_path = Path(self.spec).exists() or not is_name(self.spec)
+        is_path = os.path.exists(self.spec) or not is_name(self.spec)
         spec = str(Path(self.spec).absolute()) if is_path else with_full_path(self.spec)
         return replace(self, spec=spec, arguments=dict(self.arguments))
 
@@ -84,7 +90,7 @@ class NamedData:
     @property
     def _kind(self) -> str:
         path = Path(self.spec)
-        if path.is_dir():
+        if os.path.isdir(path):
             for kind, pattern in _DOWNLOADED.items():
                 if any(path.glob(pattern)):
                     return kind
@@ -93,7 +99,7 @@ class NamedData:
             return "npz"
         if is_name(self.spec):
             return "factory"
-        found = "is a file of another kind" if path.exists() else "does not exist"
+        found = "is a file of another kind" if os.path.exists(path) else "does not exist"
         raise DataError(
             f"--data: expected a folder, an .npz file, module:factory or file.py:factory, got "
             f"{self.spec}, which {found}."

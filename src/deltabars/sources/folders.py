@@ -55,9 +55,10 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     Raises:
         DataError: there are no pictures, some are beside sub-folders, or the first is broken.
     """
-    classes = tuple(sorted(entry.name for entry in _visible(folder) if entry.is_dir()))
+    entries = _visible(folder)
+    classes = tuple(sorted(entry.name for entry in entries if _is_folder(entry)))
     left_out: list[str] = []
-    loose = _pictures([entry for entry in _visible(folder) if not entry.is_dir()], left_out)
+    loose = _pictures([entry for entry in entries if not _is_folder(entry)], left_out)
     files: list[Path] = loose
     labels: Tensor | None = None
     if classes:
@@ -108,21 +109,39 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 def _inside(folder: Path, left_out: list[str]) -> list[Path]:
     """The pictures in a class's folder and in the folders in it."""
-    entries = _visible(folder)
-    found = _pictures([entry for entry in entries if not entry.is_dir()], left_out)
-    for entry in entries:
-        if entry.is_dir():
+    found: list[Path] = []
+    waiting = [folder]
+    while waiting:
+        entries = _visible(waiting.pop())
+        found += _pictures([entry for entry in entries if not _is_folder(entry)], left_out)
+        for entry in entries:
+            if not _is_folder(entry):
+                continue
             if entry.is_symlink():
                 left_out.append(f"{_printable(Path(entry.path))} (a link to a folder)")
             else:
-                found += _inside(Path(entry.path), left_out)
+                waiting.append(Path(entry.path))
     return found
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def _pictures(entries: list[os.DirEntry[str]], left_out: list[str]) -> list[Path]:
     found = []
     for entry in entries:
-        if entry.is_file() and entry.name.lower().endswith(ENDINGS):
+        if _is_file(entry) and entry.name.lower().endswith(ENDINGS):
             found.append(Path(entry.path))
         else:
             left_out.append(_printable(Path(entry.path)))
@@ -131,7 +150,13 @@ def _pictures(entries: list[os.DirEntry[str]], left_out: list[str]) -> list[Path
 
 def _fingerprint(folder: Path, files: Sequence[Path], preparation: Preparation) -> str:
     """Of names, lengths and times of the files, which are not read for it."""
-    states = [(path, path.stat()) for path in files]
+    try:
+        states = [(path, path.stat()) for path in files]
+    except OSError as error:
+        raise DataError(
+            f"--data: expected files that stay in {folder} while they are read, got "
+            f"{error.strerror} of {error.filename}."
+        ) from error
     return fingerprint_of(
         repr(preparation),
         *(

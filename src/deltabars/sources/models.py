@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
+import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deltabars.errors import ModelError
-from deltabars.sources.names import find_object, user_code, with_full_path
+from deltabars.errors import ModelError, first_line, shortened
+from deltabars.reading import check_unpacked, length_of, open_plain
+from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
 
+_ZEROS = b"bytearray"
 _PICKLED = (".pt", ".pth")
 _INNER = ("state_dict", "model")  # where training scripts put the weights, beside other things
 
@@ -35,6 +37,11 @@ class NamedModel:
     spec: str
     weights: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_texts("--model", self.arguments, self.spec, self.weights)
+        if self.spec is None:
+            raise ModelError("--model: expected the name of a model, got none.")
 
     def load(self) -> nn.Module:
         """The model with its weights. The user's own code makes it.
@@ -78,23 +85,24 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         ModelError: the file is missing, broken, of another kind, or holds no state dict.
     """
     source = Path(path)
-    if not source.is_file():
+    if not os.path.isfile(source):  # also of a name that no file can have
         raise ModelError(f"--weights: expected a file, got {source}, which does not exist.")
     if source.suffix == ".safetensors":
         try:
             return load_file(source)
-        except (SafetensorError, OSError, ValueError) as error:
+        except Exception as error:  # whatever safetensors makes of bytes that are not its own
             raise ModelError(
                 f"--weights: expected a safetensors file, got {source}, which is broken or is "
-                f"none ({str(error).splitlines()[0]})."
+                f"none ({first_line(error)})."
             ) from error
     if source.suffix not in _PICKLED:
         raise ModelError(
             f"--weights: expected a file that ends in .safetensors, .pt or .pth, got {source.name}."
         )
     try:
+        _check_pickle(source)
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # whatever torch makes of bytes that are not its own
         raise ModelError(
             f"--weights: expected tensors alone in {source}, got a file that is broken or that "
             "would run code when read. Save it with torch.save(model.state_dict(), …)."
@@ -112,6 +120,27 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return dict(content)
 
 
+def _check_pickle(path: Path) -> None:
+    """Refuse what torch's reader takes, and what would take memory without bound.
+
+    Raises:
+        ValueError: an archive that unpacks to far more than its length, or a call of `bytearray`,
+            which makes as many zeros as a file asks for and which no state dict needs.
+    """
+    with open_plain(path) as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+                check_unpacked(sum(member.file_size for member in members), length_of(file))
+                pickles = [member for member in members if member.filename.endswith(".pkl")]
+                found = any(_ZEROS in archive.read(member) for member in pickles)
+        else:
+            file.seek(0)
+            found = _ZEROS in file.read()
+    if found:
+        raise ValueError("it calls bytearray")
+
+
 def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
     """Copy weights into a model whose state has the same names and shapes."""
     wanted = {
@@ -127,7 +156,8 @@ def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
     unexpected = [name for name in weights if name not in wanted]
     if missing or unexpected:
         first = [
-            f"{what} {names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
+            f"{what} {shortened(repr(names[0]))}"
+            + (f" and {len(names) - 1} more" if names[1:] else "")
             for what, names in (("without", missing), ("with an unknown", unexpected))
             if names
         ]
@@ -141,4 +171,18 @@ def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
                 f"--weights: expected {name!r} of shape {tuple(wanted[name].shape)}, got "
                 f"{tuple(value.shape)} in {path}. Make the model as it was trained (--model-args)."
             )
+        if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
+            raise ModelError(
+                f"--weights: expected plain numbers for {name!r}, got a tensor without values of "
+                f"its own, or a sparse or quantized one, in {path}."
+            )
+        if _kind(wanted[name]) != _kind(value):
+            raise ModelError(
+                f"--weights: expected {wanted[name].dtype} for {name!r}, got {value.dtype} in "
+                f"{path}."
+            )
     model.load_state_dict(dict(weights), strict=False)
+
+
+def _kind(value: Tensor) -> tuple[bool, bool]:
+    return value.is_floating_point(), value.is_complex()

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,19 @@ def is_name(spec: str) -> bool:
     place, colon, what = spec.rpartition(":")
     known_place = place.endswith(".py") or _MODULE.fullmatch(place) is not None
     return bool(colon) and known_place and re.fullmatch(_DOTTED, what) is not None
+
+
+def check_texts(option: str, arguments: Any, *texts: Any) -> None:
+    """Refuse names that are no texts, or that no file can have, and arguments without names.
+
+    Raises:
+        BadValueError: they are.
+    """
+    for text in texts:
+        if text is not None and (not isinstance(text, str) or "\0" in text):
+            raise BadValueError(f"{option}: expected a text without zero bytes, got {text!r}.")
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
+        raise BadValueError(f"{option}-args: expected values by name, got {arguments!r}.")
 
 
 def with_full_path(spec: str) -> str:
@@ -90,7 +103,7 @@ def _find(name: str, option: str) -> ModuleType:
 
 def _run_file(path: Path, option: str) -> ModuleType:
     """The module of a file, run once for as long as the file stays the same."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise BadValueError(f"{option}: expected a Python file, got {path}, which does not exist.")
     state = path.stat()
     key = f"{path.absolute()}:{state.st_mtime_ns}:{state.st_size}"

@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError, MissingDependencyError
+from deltabars.errors import BadValueError, DataError, MissingDependencyError, first_line
+from deltabars.reading import check_unpacked, length_of, open_plain
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+_KINDS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF")
+_LARGEST = 1 << 14  # of a side to resize to
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 
 
@@ -35,8 +38,13 @@ class Preparation:
     std: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.size is not None and min(self.size) < 1:
-            raise BadValueError(f"--size: expected whole numbers from 1 on, got {self.size}.")
+        if self.size is not None and not _is_size(self.size):
+            raise BadValueError(
+                f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {self.size}."
+            )
+        for name, values in (("--mean", self.mean), ("--std", self.std)):
+            if not all(isinstance(value, int | float) for value in values or ()):
+                raise BadValueError(f"{name}: expected numbers, got {values}.")
         if self.crop and self.size is None:
             raise BadValueError("--crop: expected --size with it, got none.")
         if self.std is not None and not all(value > 0 for value in self.std):
@@ -57,7 +65,10 @@ class Preparation:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pillow.DecompressionBombWarning)
                 warnings.filterwarnings("ignore", "Palette images with Transparency")
-                with pillow.open(path) as picture:
+                # Of these kinds alone: Pillow has others that start a program to be read.
+                with open_plain(path) as file, pillow.open(file, formats=_KINDS) as picture:
+                    channels = 1 if self.gray else 3
+                    check_unpacked(picture.width * picture.height * channels, length_of(file))
                     if picture.mode not in _EIGHT_BITS:
                         raise DataError(
                             f"--data: expected pictures of eight bits a channel, got {path} of "
@@ -69,12 +80,12 @@ class Preparation:
                 f"--data: expected pictures of at most {pillow.MAX_IMAGE_PIXELS:,} pixels, got "
                 f"more in {path}. Make it smaller."
             ) from error
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            if isinstance(error, DataError):
-                raise
+        except DataError:
+            raise
+        except Exception as error:  # whatever Pillow makes of bytes that are no picture
             raise DataError(
                 f"--data: expected a picture that can be read, got {path}, which is broken or is "
-                "none."
+                f"none ({first_line(error)})."
             ) from error
 
     def _resized(self, picture: Any) -> Any:
@@ -90,7 +101,7 @@ class Preparation:
     def tensor(self, picture: np.ndarray) -> Tensor:
         """A picture (H, W) or (H, W, 3) as a float32 tensor (1 or 3, H, W), normalised."""
         channels = torch.from_numpy(np.atleast_3d(picture)).permute(2, 0, 1)
-        return self.normalise(channels.float() / 255)
+        return self.normalise(channels.float().div_(255))
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """(pixels − mean)/std of images (…, channels, H, W)."""
@@ -106,6 +117,10 @@ class Preparation:
             each = torch.tensor(values, dtype=pixels.dtype)[:, None, None]
             pixels = pixels - each if name == "--mean" else pixels / each
         return pixels
+
+
+def _is_size(size: Any) -> bool:
+    return len(size) == 2 and all(isinstance(n, int) and 1 <= n <= _LARGEST for n in size)
 
 
 def _pillow() -> Any:

@@ -1,0 +1,98 @@
+"""What the header and the tensors of a saved fit must be like, whoever wrote the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.eigen import EigenPairs
+
+_SCALARS = (str, int, float, type(None))
+
+
+def check_header(header: Mapping[str, Any]) -> None:
+    """Refuse a header whose entries are not of their kinds.
+
+    Raises:
+        KeyError, ValueError: one lacks, or has a value that no fit has.
+    """
+    for name in ("num_examples", "num_outputs"):
+        _expect(_is_count(header[name]), name)
+    for name in ("estimator", "dtype", "weights"):
+        _expect(isinstance(header[name], str), name)
+    for name in ("parameters", "diagnostics", "statistics", "inputs"):
+        _expect(isinstance(header[name], list if name == "parameters" else dict), name)
+    names = [entry["name"] for entry in header["parameters"]]
+    _expect(all(isinstance(name, str) for name in names), "parameters")
+    _expect(0 < len(names) == len(set(names)), "parameters")
+    for entry in header["parameters"]:
+        _expect(all(_is_count(size) for size in _list(entry["shape"])), "parameters")
+    given = header["l2"]
+    levels = given.values() if isinstance(given, dict) else [given]
+    scales = header.get("scales", {})
+    _expect(isinstance(scales, dict) and set(scales) in (set(), set(names)), "scales")
+    numbers = [*levels, header.get("level", given), *scales.values()]
+    _expect(all(_is_positive(number) for number in numbers), "l2")
+    for statistics in header["statistics"].values():
+        _expect(isinstance(statistics, dict), "statistics")
+        _expect(all(isinstance(value, _SCALARS) for value in statistics.values()), "statistics")
+    _check_inputs(header["inputs"])
+
+
+def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
+    """Refuse eigenpairs of other shapes than K values and vectors of `size`, or not finite.
+
+    Raises:
+        ValueError: they are.
+    """
+    for name, pairs in spectra.items():
+        count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
+        _expect(0 < count <= size and count + lower <= size, f"{name}.values")
+        for field, shape in {
+            "values": (count,), "vectors": (count, size), "residuals": (count,),
+            "smallest": (lower,), "smallest_residuals": (lower,),
+        }.items():  # fmt: skip
+            tensor: Tensor = getattr(pairs, field)
+            real = tensor.dtype in (torch.float32, torch.float64)
+            _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
+            _expect(bool(tensor.isfinite().all()), f"{name}.{field}")
+
+
+def _check_inputs(raw: Mapping[str, Any]) -> None:
+    count = len(_list(raw["dtypes"]))
+    names = raw["names"]
+    named = names is None or (
+        len(_list(names)) == count and all(isinstance(name, str) for name in names)
+    )
+    _expect(named and all(isinstance(name, str) for name in raw["dtypes"]), "inputs")
+    _expect(len(_list(raw["shapes"])) == count, "inputs")
+    for shape in raw["shapes"]:
+        _expect(shape is None or all(_is_whole(size) for size in _list(shape)), "inputs")
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be so")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("a list is expected")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and 0 < value < 1 << 62
+
+
+def _is_positive(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and 0 < value < math.inf

@@ -1,0 +1,85 @@
+"""Files of unknown origin: opened without waiting, parsed and unpacked within bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# What a packed file may unpack to: this many times its length, or this much in any case.
+MOST_TIMES = 100
+ALWAYS = 64 << 20
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read its bytes; pipes and devices, which may never end, are refused.
+
+    Raises:
+        OSError: there is no such file, it cannot be read, or it is no plain one.
+    """
+    try:
+        # Without waiting for somebody to write to it, should it be a pipe.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except ValueError as error:  # a zero byte
+        raise OSError(errno.EINVAL, "no file can have such a name") from error
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        raise OSError(
+            errno.EINVAL, f"it is a {'folder' if stat.S_ISDIR(mode) else 'pipe or device'}"
+        )
+    return os.fdopen(number, "rb")
+
+
+def length_of(file: BinaryIO) -> int:
+    """The bytes that an open file has."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_start(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a file, which may be a pipe.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: there are more than `most`, or no file can have such a name.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text in JSON says.
+
+    Raises:
+        ValueError: it is no JSON, has a key twice, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def check_unpacked(unpacked: int, packed: int) -> None:
+    """Refuse what would take far more memory than its file has bytes.
+
+    Raises:
+        ValueError: it would.
+    """
+    if unpacked > max(ALWAYS, MOST_TIMES * packed):
+        raise ValueError(
+            f"its {packed:,} bytes would unpack to {unpacked:,}, more than {MOST_TIMES} times "
+            "as many"
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found

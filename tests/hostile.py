@@ -1,0 +1,338 @@
+"""Files made to harm: mutations of good ones, what reads them, and a child that is watched."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import re
+import signal
+import struct
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import deltabars
+from deltabars import cli, storage
+from deltabars.commands.config import with_config
+from deltabars.errors import DeltaBarsError
+from deltabars.recipes.images import read_cifar10, read_idx
+from deltabars.records import Kept, read_kept
+from deltabars.runs import Run
+from deltabars.sources import NamedData, NamedModel
+from tests.networks import make_case
+from tests.test_recipes_paper import idx_bytes
+
+ABSURD = (-1, 0, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1)
+TEXTS = (
+    "-1",
+    "1e999",
+    "NaN",
+    "Infinity",
+    "4611686018427387904",
+    "null",
+    "[]",
+    '"\\u0000"',
+    "../..",
+)
+LONGEST_MESSAGE = 700
+_PATIENCE = 60  # seconds that a child may take
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A reader of files: its name, where the file lies, good files, and how it is read."""
+
+    name: str
+    file: str
+    seeds: tuple[bytes, ...]
+    read: Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of some files: how many were read and refused, what went wrong, and memory."""
+
+    read: int
+    refused: int
+    wrong: list[str]
+    peak: int  # bytes above what the process had before
+
+    @property
+    def count(self) -> int:
+        return self.read + self.refused + len(self.wrong)
+
+
+def mutated(seed: bytes, draw: random.Random) -> bytes:
+    """A file altered in one to four ways."""
+    content = bytearray(seed)
+    for _ in range(draw.randint(1, 4)):
+        content = bytearray(draw.choice(_WAYS)(content, draw))
+    return bytes(content)
+
+
+def _truncate(content: bytearray, draw: random.Random) -> bytes:
+    return bytes(content[: draw.randrange(len(content) + 1)])
+
+
+def _flip(content: bytearray, draw: random.Random) -> bytes:
+    early = draw.random() < 0.5  # headers come first
+    for _ in range(draw.randint(1, 8)):
+        if content:
+            content[draw.randrange(min(len(content), 400) if early else len(content))] ^= (
+                1 << draw.randrange(8)
+            )
+    return bytes(content)
+
+
+def _put_number(content: bytearray, draw: random.Random) -> bytes:
+    number = draw.choice(ABSURD)
+    form = draw.choice(("<q", ">q", "<i", ">i", "<h", ">h"))
+    size = struct.calcsize(form)
+    low = number & (256**size - 1)
+    place = draw.randrange(min(len(content), 400) + 1)
+    content[place : place + size] = low.to_bytes(size, "little" if form[0] == "<" else "big")
+    return bytes(content)
+
+
+def _put_text(content: bytearray, draw: random.Random) -> bytes:
+    """Some number in a text becomes an absurd one, or another thing."""
+    found = list(re.finditer(rb"\d+|\"[\w.]+\"", bytes(content[:4000])))
+    if not found:
+        return bytes(content)
+    match = draw.choice(found)
+    return bytes(content[: match.start()]) + draw.choice(TEXTS).encode() + bytes(
+        content[match.end() :]
+    )  # fmt: skip
+
+
+def _splice(content: bytearray, draw: random.Random) -> bytes:
+    if not content:
+        return draw.randbytes(20)
+    start, length = draw.randrange(len(content)), draw.randint(1, 200)
+    piece = content[start : start + length]
+    kind = draw.randrange(4)
+    if kind == 0:
+        return bytes(content[:start] + content[start + length :])
+    if kind == 1:
+        return bytes(content[:start] + piece * draw.randint(2, 50) + content[start:])
+    if kind == 2:
+        return bytes(content) + draw.randbytes(length)
+    return bytes(content[:start] + draw.randbytes(len(piece)) + content[start + length :])
+
+
+def _tamper(content: bytearray, draw: random.Random) -> bytes:
+    """JSON stays JSON, with something else in one place; of other content some bits flip."""
+    try:
+        tree = json.loads(bytes(content))
+    except (ValueError, RecursionError):
+        return _flip(content, draw)
+    nodes: list[tuple[Any, Any]] = []
+    waiting = [tree] if isinstance(tree, dict | list) else []
+    while waiting:
+        node = waiting.pop()
+        places = node if isinstance(node, dict) else range(len(node))
+        nodes += [(node, place) for place in places]
+        waiting += [node[place] for place in places if isinstance(node[place], dict | list)]
+    if nodes:
+        node, place = draw.choice(nodes)
+        if draw.random() < 0.2:
+            del node[place]
+        else:
+            node[place] = draw.choice(_THINGS)
+    return json.dumps(tree).encode()
+
+
+_THINGS = (
+    None, True, -1, 0, 0.5, 2**62, 10**30, 1e308, float("nan"), float("inf"), "", "x", "\0",
+    "../..", "a" * 5000, [], {}, [[]], {"a": {}}, [1, -2], ["a", 1], "os:system", "/dev/zero",
+)  # fmt: skip
+_WAYS = (_truncate, _flip, _flip, _put_number, _put_text, _splice, _tamper, _tamper, _tamper)
+
+
+def every_truncation(subject: Subject, most: int) -> Iterator[bytes]:
+    """The good files cut at lengths that are spread over them."""
+    for seed in subject.seeds:
+        for length in sorted({round(x) for x in np.linspace(0, len(seed) - 1, most)}):
+            yield seed[:length]
+
+
+def try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> Tried:
+    """Let a child process read files, in a folder that must stay as it is."""
+    return in_child(lambda: _try_all(subject, contents))
+
+
+def _try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> tuple[int, int, list]:
+    read, refused, wrong = 0, 0, []
+    with tempfile.TemporaryDirectory() as outside:
+        folder = Path(outside) / "inside"
+        folder.mkdir()
+        path = folder / subject.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for content in contents:
+            path.write_bytes(content)
+            before = sorted(str(p) for p in Path(outside).rglob("*"))
+            problem = None
+            try:
+                subject.read(path)
+                read += 1
+            except DeltaBarsError as error:
+                message = str(error)
+                refused += 1
+                if not message or "\n" in message or len(message) > LONGEST_MESSAGE:
+                    problem = f"a message that is not one sentence: {message!r}"
+            except BaseException as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                problem = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            if sorted(str(p) for p in Path(outside).rglob("*")) != before:
+                problem = "files were written"
+            if problem is not None:
+                kept = Path(tempfile.gettempdir()) / f"deltabars-hostile-{subject.name}"
+                kept.write_bytes(content)
+                wrong.append(f"{subject.name}: {problem}; the file: {kept}")
+    return read, refused, wrong
+
+
+def in_child(work: Callable[[], tuple[int, int, list]]) -> Tried:
+    """Run work in a forked child, with its peak of memory; one that hangs or crashes is wrong."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_PATIENCE)
+        try:
+            before = _status("VmRSS")  # the peak of a new process is what it begins with
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = work()
+            answer = json.dumps([*result, _status("VmHWM") - before])
+        except BaseException:
+            answer = json.dumps([0, 0, [traceback.format_exc()], 0])
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(answer)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status or not text:
+        return Tried(0, 0, [f"the process ended with status {status} (14: it hung)"], 0)
+    return Tried(*json.loads(text))
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def made(write: Callable[[Path], Any], name: str = "file") -> bytes:
+    """The bytes that something writes to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        write(path)
+        return path.read_bytes()
+
+
+def picture(kind: str) -> bytes:
+    """A small picture file."""
+    pixels = np.random.default_rng(0).integers(0, 255, (9, 7, 3)).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def subjects() -> list[Subject]:
+    """All readers, with good files."""
+    case = make_case("dense")
+    fit = deltabars.fit(case.model, case.data, l2=0.05, rank=4, progress=False)
+    state = {name: value.float() for name, value in case.model.state_dict().items()}
+    images = np.arange(5 * 28 * 28, dtype=np.uint8).reshape(5, 28, 28)
+    arrays = {"inputs": np.ones((6, 4), np.float32), "targets": np.arange(6) % 3}
+    prediction = fit.predict(case.unseen).to("cpu")
+    names = tuple(f"picture {number}" for number in range(7))
+    kept = Kept(prediction, names, torch.arange(7) % 3, NamedData("some.npz"), {"rank": 3})
+    model = asdict(NamedModel("tests.networks:dense"))
+    description = {"format": 1, "torch": "2", "data_fingerprint": "a", "seed": 0, "outputs": 3}
+    description |= {"model": model, "data": asdict(NamedData("some.npz")), "classes": ["a", "b"]}
+    _, commands = cli.make_parser()
+
+    def read_fit(path: Path) -> None:
+        deltabars.load(path, case.model, progress=False).predict(case.unseen)
+
+    def forged(path: Path) -> None:
+        """The header, altered, with a digest that is right."""
+        header = json.loads(path.read_bytes())
+        storage.write(path.with_suffix(".forged"), header, tensors)
+        try:
+            read_fit(path.with_suffix(".forged"))
+        finally:
+            path.with_suffix(".forged").unlink()
+
+    def read_forged(path: Path) -> None:
+        try:
+            forged(path)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise DeltaBarsError("no JSON") from error
+        except (AttributeError, TypeError) as error:
+            if "mapping" not in str(error):  # of what is no header, so that it is not written
+                raise
+            raise DeltaBarsError("no header") from error
+
+    def weights(path: Path) -> None:
+        NamedModel("tests.networks:dense", str(path)).load()
+
+    def pictures(path: Path) -> None:
+        NamedData(str(path.parent)).load().dataset[0]
+
+    def cifar(path: Path) -> None:
+        read_cifar10(path.parent, "test")
+
+    def options(path: Path) -> None:
+        with_config(["fit", "--config", str(path)], commands)
+
+    def run(path: Path) -> None:
+        Run.open(path.parent)
+
+    whole = made(fit.save)
+    predictions = made(lambda path: np.savez(path, **kept.arrays()), "a.npz")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "fit").write_bytes(whole)
+        header, tensors = storage.read(Path(folder) / "fit")
+    idx = idx_bytes(images)
+    legacy = made(lambda path: torch.save(state, path, _use_new_zipfile_serialization=False))
+    plain, packed = (
+        made(lambda path, write=write: write(path, **arrays), "a.npz")
+        for write in (np.savez, np.savez_compressed)
+    )
+    config = (
+        b'l2 = {"*" = 0.01, "*.bias" = 1e-4}\nrank = 20\nout = "run"\n[fit]\nmean = [0.5, 0.2]\n'
+    )
+    found = [
+        Subject("fit", "a.deltabars", (whole,), read_fit),
+        Subject("forged-fit", "header.json", (json.dumps(header).encode(),), read_forged),
+        Subject("idx", "a-idx3-ubyte", (idx, gzip.compress(idx)), read_idx),
+        Subject("cifar", "test_batch.bin", (bytes(3073 * 2),), cifar),
+        Subject("npz", "a.npz", (plain, packed), lambda path: NamedData(str(path)).load()),
+        Subject("safetensors", "a.safetensors", (made(lambda p: save_file(state, p)),), weights),
+        Subject("pt", "a.pt", (made(lambda path: torch.save(state, path)), legacy), weights),
+        Subject("config", "c.toml", (config,), options),
+        Subject("run", "run.json", (json.dumps(description).encode(),), run),
+        Subject("kept", "a.npz", (predictions,), read_kept),
+    ]  # fmt: skip
+    for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp"):
+        found.append(Subject(f"picture-{kind}", f"a.{kind}", (picture(kind),), pictures))
+    return found

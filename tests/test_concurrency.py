@@ -1,0 +1,448 @@
+"""Threads, forks, processes that write to one place, signals; memory and file handles."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import deltabars
+from deltabars import storage
+from deltabars.errors import DeltaBarsError, StorageError
+from deltabars.report.page import save_report
+from deltabars.runs import Run
+from deltabars.sources import NamedData, NamedModel
+from deltabars.turns import Shared, Turns
+from tests.conftest import cached_case
+from tests.networks import make_case
+from tests.scans import command, environment
+from tests.workshop import contents
+
+THREADS = 8
+FIELDS = ("mean", "std", "std_error", "std_low", "std_high", "score", "label")
+MIB = 1 << 20
+
+
+def fit_of(case, **options) -> deltabars.DeltaFit:
+    arguments = {"l2": case.l2, "rank": 6, "estimator": "opg", "progress": False, **options}
+    return deltabars.fit(case.model, case.data, **arguments)
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in FIELDS)
+
+
+def in_threads(work, count: int = THREADS) -> list:
+    """The results of work(0), work(1) …, begun at the same moment."""
+    gate = threading.Barrier(count)
+
+    def begin(number):
+        gate.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+@pytest.fixture
+def eager_switches():
+    """Threads take turns far more often than they do by themselves."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_switches")
+class TestThreads:
+    @pytest.mark.parametrize("kind", ["dense", "batch_norm", "shared"])
+    def test_predictions_are_those_of_one_thread(self, kind):
+        case = make_case(kind)
+        case.model.train()  # dropout would show, and so would statistics of the batch
+        fit = fit_of(case, estimator="sandwich")
+        weights = dict(case.model.named_parameters())
+        numbers = [value.clone() for value in case.model.state_dict().values()]
+        alone = [fit.predict(case.unseen[: n + 1]) for n in range(7)]
+        fresh = pickle.loads(pickle.dumps(fit))  # nothing is known yet of its layers
+        filters = list(warnings.filters)
+        for each in (fit, fresh):
+            found = in_threads(
+                lambda number, each=each: [each.predict(case.unseen[: n + 1]) for n in range(7)]
+            )
+            for predictions in found:
+                assert all(map(same, predictions, alone))
+        assert case.model.training
+        assert all(module.training for module in case.model.modules())
+        assert dict(case.model.named_parameters()).keys() == weights.keys()
+        for name, value in case.model.named_parameters():
+            assert value is weights[name]
+        assert all(map(torch.equal, case.model.state_dict().values(), numbers))
+        assert warnings.filters == filters
+
+    def test_fits_are_those_of_one_thread(self):
+        kinds = ("dense", "convolutional", "linear", "rectified")
+        cases = [make_case(kind) for kind in kinds]
+        alone = [fit_of(case).predict(case.unseen) for case in cases]
+        found = in_threads(lambda n: fit_of(cases[n % 4]).predict(cases[n % 4].unseen))
+        for number, prediction in enumerate(found):
+            assert same(prediction, alone[number % 4])
+
+    def test_switches_of_the_process_are_put_back(self):
+        attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        model = nn.Sequential(nn.Unflatten(1, (1, 4)), attention, nn.Flatten(), nn.Linear(4, 3))
+        inputs = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+        labels = torch.arange(9) % 3
+        switches = (
+            torch.backends.mha.get_fastpath_enabled,
+            torch.backends.cuda.flash_sdp_enabled,
+            torch.backends.cuda.mem_efficient_sdp_enabled,
+        )
+        before = [switch() for switch in switches]
+        assert all(before)
+        models = [pickle.loads(pickle.dumps(model)) for _ in range(4)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that were not trained
+            fits = [
+                deltabars.fit(each, (inputs, labels), l2=0.1, rank=3, progress=False)
+                for each in models
+            ]
+        alone = fits[0].predict(inputs)
+        found = in_threads(lambda n: fits[n % 4].predict(inputs))
+        assert all(same(prediction, alone) for prediction in found)
+        assert [switch() for switch in switches] == before
+
+    def test_saving_to_one_file(self, tmp_path):
+        case = cached_case("dense")
+        fits = [fit_of(case, rank=rank) for rank in (3, 9)]
+
+        def work(number):
+            for _ in range(5):
+                fits[number % 2].save(tmp_path / "a")
+                assert deltabars.load(tmp_path / "a", case.model).rank in (3, 9)
+
+        in_threads(work)
+        assert contents(tmp_path) == {"a"}
+
+
+class TestTurns:
+    def test_one_thread_at_a_time_at_an_object(self):
+        turns, inside, most = Turns(), [], []
+        things = [object(), object()]
+
+        def work(number):
+            with turns.at(things[0]), turns.at(things[0]):
+                inside.append(number)
+                time.sleep(0.002)
+                most.append(len(inside))
+                inside.remove(number)
+
+        in_threads(work)
+        assert max(most) == 1
+
+    def test_the_last_one_out_closes(self):
+        events = []
+
+        class Context:
+            def __enter__(self):
+                events.append("open")
+
+            def __exit__(self, *error):
+                events.append("close")
+
+        shared, leave = Shared(Context), threading.Event()
+
+        def work(number):
+            with shared():
+                if number:
+                    leave.wait(10)
+            if not number:
+                leave.set()
+
+        in_threads(work, 2)
+        assert events in (["open", "close"], ["open", "close"] * 2)
+        with pytest.raises(KeyError), shared():
+            raise KeyError
+        assert events[-2:] == ["open", "close"]
+
+
+class Predicted(Dataset):
+    """Error bars as items: each is predicted where the item is asked for."""
+
+    def __init__(self, fit: deltabars.DeltaFit, inputs: Tensor) -> None:
+        self.fit, self.inputs = fit, inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.fit.predict(self.inputs[number : number + 1]).std[0]
+
+
+class TestProcesses:
+    @pytest.mark.parametrize("way", ["fork", "spawn"])
+    def test_prediction_in_a_worker_of_a_loader(self, way):
+        case = cached_case("dense")
+        fit = fit_of(case)
+        here = torch.stack([Predicted(fit, case.unseen)[n] for n in range(7)])
+        loader = DataLoader(
+            Predicted(fit, case.unseen), 3, num_workers=1, multiprocessing_context=way
+        )
+        assert torch.equal(torch.cat(list(loader)), here)
+
+    def test_a_fork_after_threads_of_torch(self):
+        program = """
+import os, signal, torch, deltabars
+torch.set_num_threads(2)
+model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.Tanh(), torch.nn.Linear(20, 4))
+inputs = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
+import warnings; warnings.simplefilter("ignore")
+fit = deltabars.fit(model, (inputs, torch.arange(400) % 4), l2=0.1, rank=3, progress=False)
+here = fit.predict(inputs).std
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    torch.set_num_threads(1)  # as DataLoader does: threads do not outlive a fork
+    there = fit.predict(inputs).std
+    os._exit(0 if torch.allclose(there, here, rtol=1e-4) else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.stdout.strip() == "0", done.stderr
+
+    def test_a_fork_while_another_thread_predicts(self):
+        case = make_case("dense")
+        fit, inside, leave = fit_of(case), threading.Event(), threading.Event()
+        parent = os.getpid()
+
+        def wait(module, arguments):
+            if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
+                inside.set()
+                leave.wait(20)
+
+        here = fit.predict(case.unseen).std
+        handle = case.model.register_forward_pre_hook(wait)
+        thread = threading.Thread(target=fit.predict, args=(case.unseen,))
+        thread.start()
+        assert inside.wait(20)
+        child = os.fork()
+        if child == 0:  # the other thread is not here, and what it held cannot be given back
+            signal.alarm(20)
+            os._exit(0 if torch.equal(fit.predict(case.unseen).std, here) else 3)
+        status = os.waitpid(child, 0)[1]
+        leave.set()
+        thread.join()
+        handle.remove()
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def live_tensors() -> int:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def growth(work, times: int, warm: int) -> tuple[int, int]:
+    """By how many tensors and bytes the process grows, after some turns to get warm."""
+    for _ in range(warm):
+        work()
+    tensors, before = live_tensors(), resident()
+    for _ in range(times):
+        work()
+    return live_tensors() - tensors, resident() - before
+
+
+class TestResources:
+    def test_a_thousand_predictions_leave_nothing(self):
+        case = cached_case("convolutional")
+        fit = fit_of(case, estimator="sandwich")
+        tensors, grown = growth(lambda: fit.predict(case.unseen), 1000, 50)
+        assert tensors == 0
+        assert grown < 4 * MIB  # a tensor of the size of F, 7×3×69, kept each time would be 12
+
+    def test_fifty_fits_leave_nothing(self, tmp_path):
+        case = cached_case("dense")
+        known = []
+
+        def work():
+            fit = fit_of(case, estimator="hessian")
+            fit.save(tmp_path / "a")
+            deltabars.load(tmp_path / "a", case.model)
+            known.append(len(linecache.cache))  # torch would put the text of graphs there
+
+        tensors, grown = growth(work, 50, 8)
+        assert tensors == 0
+        assert known[-1] == known[8]
+        assert grown < 24 * MIB  # of which the allocator takes half, in the first fits
+
+    def test_files_are_closed(self, workshop, tmp_path):
+        fit = workshop.fit()
+        broken = tmp_path / "broken"
+        broken.write_bytes((workshop.run / "fit.deltabars").read_bytes()[:-7])
+        data = [workshop.folder / name for name in ("train", "test", "flat", "test.npz")]
+
+        def work():
+            fit.save(tmp_path / "a")
+            deltabars.load(tmp_path / "a", workshop.model)
+            for read in (
+                lambda: deltabars.load(broken, workshop.model),
+                lambda: storage.read_header(broken),
+                NamedData(str(broken)).load,
+                NamedModel(f"{workshop.folder / 'net.py'}:make", str(broken)).load,
+                lambda: Run.open(tmp_path),
+            ):
+                with pytest.raises(DeltaBarsError):
+                    read()
+            for place in data:
+                source = NamedData(str(place)).load()
+                source.dataset[0]
+                source.picture(0)
+            run = Run.open(workshop.run)
+            run.load_fit(progress=False)
+            save_report(tmp_path / "r.html", fit, workshop.test[0])
+
+        work()
+        before = sorted(os.listdir("/proc/self/fd"))
+        work()
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def _save_often(path: Path, rank: int, gate) -> None:
+    torch.set_num_threads(1)
+    case = make_case("dense")
+    fit = fit_of(case, rank=rank)
+    gate.wait()
+    for _ in range(40):
+        fit.save(path)
+
+
+def _create(path: Path, rank: int, gate, answers) -> None:
+    torch.set_num_threads(1)
+    case = make_case("dense")
+    fit = fit_of(case, rank=rank)
+    won = []
+    for overwrite in (False, True):
+        for number in range(10):
+            gate.wait()
+            try:
+                Run.create(
+                    path / str(number), fit, NamedModel("tests.networks:dense"),
+                    NamedData("some.npz"), overwrite=overwrite,
+                )  # fmt: skip
+                won.append((number, overwrite))
+            except StorageError:
+                continue
+    answers.put((rank, won))
+
+
+class TestOnePlace:
+    def test_two_processes_write_one_file(self, tmp_path):
+        case, context = make_case("dense"), multiprocessing.get_context("fork")
+        gate = context.Barrier(3)
+        writers = [
+            context.Process(target=_save_often, args=(tmp_path / "a", rank, gate))
+            for rank in (3, 20)
+        ]
+        for writer in writers:
+            writer.start()
+        gate.wait()
+        seen = set()
+        while any(writer.is_alive() for writer in writers):
+            if (tmp_path / "a").exists():
+                seen.add(deltabars.load(tmp_path / "a", case.model).rank)
+        assert [writer.exitcode for writer in writers] == [0, 0]
+        assert seen <= {3, 20}
+        assert deltabars.load(tmp_path / "a", case.model).rank in seen
+        assert contents(tmp_path) == {"a"}
+
+    def test_two_processes_make_one_run(self, tmp_path):
+        context = multiprocessing.get_context("fork")
+        gate, answers = context.Barrier(2), context.Queue()
+        writers = [
+            context.Process(target=_create, args=(tmp_path, rank, gate, answers))
+            for rank in (3, 20)
+        ]
+        for writer in writers:
+            writer.start()
+        found = [answers.get(timeout=100) for _ in writers]
+        for writer in writers:
+            writer.join()
+        wins = [won for _, each in found for won in each]
+        for number in range(10):
+            assert wins.count((number, False)) == 1
+            assert wins.count((number, True)) >= 1
+            folder = tmp_path / str(number)
+            header, _ = storage.read(folder / "fit.deltabars")
+            assert len(header["statistics"]) == 1
+            assert Run.open(folder).num_outputs == 3
+            assert contents(folder) == {"fit.deltabars", "run.json"}
+        assert {path.name for path in tmp_path.iterdir()} == {str(n) for n in range(10)}
+
+
+SLOW = """
+import time
+from net import make as make_quickly
+
+
+def make():
+    model = make_quickly()
+    print("ready", flush=True)
+    return model
+"""
+
+
+def terminated(workshop, out: Path, seconds: float, overwrite: bool) -> tuple[int, str]:
+    """The exit code of a fit that is told to end some time after its model was made."""
+    (workshop.folder / "slow.py").write_text(SLOW)
+    options = [f"{workshop.folder / 'slow.py'}:make" if "net.py" in word else word
+               for word in workshop.options]  # fmt: skip
+    options += ["--overwrite"] if overwrite else []
+    process = subprocess.Popen(
+        command("fit", *options, "--out", out, "--quiet"), stderr=subprocess.PIPE, text=True,
+        env=environment(), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    with process:
+        assert process.stderr is not None
+        while "ready" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(60), process.stderr.read()
+
+
+@pytest.mark.parametrize(("seconds", "overwrite"), [(0.0, False), (0.15, True), (0.4, False)])
+def test_a_fit_that_is_terminated_leaves_no_half_a_run(seconds, overwrite, workshop, tmp_path):
+    out = tmp_path / "run"
+    if overwrite:
+        Run.create(out, workshop.fit(rank=5), NamedModel("a:b"), NamedData("c:d"))
+    code, said = terminated(workshop, out, seconds, overwrite)
+    left = contents(tmp_path)
+    whole = {"run", "run/fit.deltabars", "run/run.json"}
+    assert left in (set(), whole)
+    assert left == whole or not overwrite
+    if code == 1:
+        assert said.splitlines()[-1] == "deltabars: terminated"
+    else:  # it was done before it was told to end, or on the way out
+        assert code in (0, -signal.SIGTERM)
+        assert left == whole
+    if left:
+        assert deltabars.load(out / "fit.deltabars", workshop.model).rank in (5, 30)

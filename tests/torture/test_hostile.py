@@ -1,0 +1,28 @@
+"""Hostile files until the time is up."""
+
+from __future__ import annotations
+
+import random
+
+from tests.hostile import mutated, subjects, try_all
+
+ROUND = 200  # files of a kind in one child
+
+
+def test_hostile_files(seconds_left, capsys):
+    readers, turn, count, refused, peak, wrong = subjects(), 0, 0, 0, 0, []
+    while seconds_left() > 0:
+        subject = readers[turn % len(readers)]
+        seed = f"torture {turn} {subject.name}"
+        draw = random.Random(seed)
+        tried = try_all(subject, [mutated(draw.choice(subject.seeds), draw) for _ in range(ROUND)])
+        count, refused, peak = count + ROUND, refused + tried.refused, max(peak, tried.peak)
+        if tried.wrong:
+            wrong.append(f"{seed!r}: {tried.wrong[0]}")
+        turn += 1
+    with capsys.disabled():
+        print(
+            f"\nhostile files: {count:,} tried, {refused:,} refused, {len(wrong)} rounds with "
+            f"something wrong, at most {peak / 2**20:.0f} MiB above the process"
+        )
+    assert wrong == []
