@@ -24,7 +24,7 @@ from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
-from deltabars.precision import full_precision
+from deltabars.precision import full_precision, working_dtype
 from deltabars.turns import Shared, Turns
 
 
@@ -72,7 +72,7 @@ class Network:
                     f"Expected a model on one device, got {sorted(map(str, devices))}. "
                     "Move it with model.to(…), or name the device to compute on with device=."
                 )
-            kind = _working_dtype(state[space.names[0]].dtype, dtype)
+            kind = working_dtype(state[space.names[0]].dtype, dtype)
             try:
                 place = torch.device(device) if device is not None else next(iter(devices))
                 with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
@@ -271,18 +271,6 @@ def _not_compiled() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
         return nullcontext()
     return _AS_WRITTEN()
-
-
-def _working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    supported = (torch.float32, torch.float64)
-    if asked is not None and asked not in supported:
-        raise BadValueError(
-            f"dtype: expected torch.float32 or torch.float64, got {asked!r}: "
-            "curvature needs the digits."
-        )
-    if asked is None and not own.is_floating_point:
-        raise ModelError(f"Expected real floating-point parameters, got {own}.")
-    return asked or (own if own in supported else torch.float32)
 
 
 def _logits(result: object) -> Tensor:

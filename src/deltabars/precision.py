@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deltabars.errors import BadValueError
 from deltabars.turns import Shared
 
 _CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
@@ -63,3 +64,15 @@ def float32_products(device: torch.device, how: str) -> Iterator[None]:
 
 # The error of TF32 is of the order of λ itself.
 _ieee = Shared(lambda: float32_products(torch.device("cuda"), "ieee"))
+
+
+def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    supported = (torch.float32, torch.float64)
+    if asked is not None and asked not in supported:
+        raise BadValueError(
+            f"dtype: expected torch.float32 or torch.float64, got {asked!r}: "
+            "curvature needs the digits."
+        )
+    if asked is None and not own.is_floating_point:
+        raise ModelError(f"Expected real floating-point parameters, got {own}.")
+    return asked or (own if own in supported else torch.float32)
