@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, ModelError
 from deltabars.turns import Shared
 
 _CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
