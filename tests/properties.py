@@ -96,7 +96,9 @@ class InTwo(nn.Module):
     def __init__(self, model: nn.Sequential) -> None:
         super().__init__()
         last = copy.deepcopy(model[-1])
-        self.lower, self.upper = (nn.Parameter(part) for part in last.weight.detach().tensor_split(2))
+        self.lower, self.upper = (
+            nn.Parameter(part) for part in last.weight.detach().tensor_split(2)
+        )
         self.z, self.a = (nn.Parameter(part) for part in last.bias.detach().tensor_split(2))
         self.rest = copy.deepcopy(model[:-1])
 

@@ -252,7 +252,9 @@ def test_more_pairs_than_examples_in_float32_stay_at_or_above_l2():
     data = torch.randn(20, 40), torch.randint(0, 3, (20,))
     for l2 in (1e-2, 1e-6):
         # Of an eigenvalue 1e-6 beside one of 2, a quarter is rounding.
-        told = pytest.warns(SpectrumWarning, match="can tell λ from") if l2 < 1e-5 else nullcontext()
+        told = (
+            pytest.warns(SpectrumWarning, match="can tell λ from") if l2 < 1e-5 else nullcontext()
+        )
         with pytest.warns(OptimumWarning), told:
             fit = deltabars.fit(model, data, l2=l2, rank=50, solver="krylov", progress=False)
         assert float(fit.spectra["opg"].values[-1]) >= l2

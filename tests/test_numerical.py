@@ -258,7 +258,9 @@ def test_inputs_of_any_size_in_float64(estimator, scale):
     moved = case_of(model, case.inputs * scale, case.targets, case.unseen * scale, 0.1 * scale**2)
     still = case_of(plain, *case.data, case.unseen)
     for rank in (4, 9):
-        there, here = (fitted(each, estimator, rank).predict(each.unseen) for each in (moved, still))
+        there, here = (
+            fitted(each, estimator, rank).predict(each.unseen) for each in (moved, still)
+        )
         for name in ("std", "std_low", "std_high", "score"):
             found, expected = getattr(there, name), getattr(here, name)
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)

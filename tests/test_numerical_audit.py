@@ -200,7 +200,13 @@ def test_every_fit_reports_what_was_measured_and_the_limits(estimator, solver):
         pytest.skip("incremental SVD works on rows")
     case = cached_case("dense")
     fit = deltabars.fit(
-        case.model, case.data, l2=case.l2, estimator=estimator, rank=7, solver=solver, progress=False
+        case.model,
+        case.data,
+        l2=case.l2,
+        estimator=estimator,
+        rank=7,
+        solver=solver,
+        progress=False,
     )
     for name, pairs in fit.spectra.items():
         found = fit.diagnostics[name]

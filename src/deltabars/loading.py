@@ -78,9 +78,7 @@ def load(
     except (KeyError, TypeError) as error:
         raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
-    network = Network.capture(
-        model, space, device, dtype, header.get("deterministic", False)
-    )
+    network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
     scales = header.get("scales", {})
     return DeltaFit(
         estimator=header["estimator"],

@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if cuda else _processor(),
         "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
         "threads": torch.get_num_threads(),
     }
 
@@ -81,4 +81,6 @@ def _plain(value: Any) -> Any:
 
 def _processor() -> str:
     """The CPU's name, where the system tells it: kernels are chosen by it."""
-    return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    )

@@ -34,7 +34,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.projected import Projected, Ritz
-from deltabars.eigen.restarting import insert, to_keep
+from deltabars.eigen.restarting import Patience, insert, to_keep
 from deltabars.errors import BadValueError
 from deltabars.summation import inner
 
@@ -71,7 +71,8 @@ def lanczos(
         tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
         max_products: stop there, with a warning if pairs have not converged; no limit by default.
         max_vectors: rows that the basis may have before it is restarted, at the cost of further
-            products; at least `rank + smallest` and two blocks. No limit by default.
+            products; at least `rank + smallest` and two blocks. No limit by default. Where restarts
+            bring nothing any more (a cluster of more eigenvalues than that), it stops with a warning.
         seed: of the random start vector.
         growth: stops as soon as the pairs that have converged are enough by its measure; `rank`
             is then the most there may be, and where the basis is full, what has converged is
@@ -211,7 +212,7 @@ class _Run:
         start = random_rows(block_size, size, self.generator, device, dtype)
         block, _ = extend(basis, start, block_size, 0.0, self.generator)
         del start
-        norm, least, converged = 0.0, math.inf, 0
+        norm, least, converged, patience = 0.0, math.inf, 0, Patience()
         next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
         while True:
             basis.append(block)
@@ -243,6 +244,9 @@ class _Run:
                 elif finished or last:
                     return self._pairs(basis, ritz, rank, least)
                 if full:
+                    distance = ritz.distance(rank, smallest, aim)
+                    if patience.is_over(distance, self.matrix.products, self.max_vectors):
+                        return self._pairs(basis, ritz, rank, least)
                     kept = to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
                     self.restarts += 1

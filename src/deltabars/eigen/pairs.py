@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from deltabars.determinism import same_bits
 from deltabars.recipes.paper import Recipe
 from deltabars.report.style import house_style
 from deltabars.reproduction.curves import surfaces
-from deltabars.determinism import same_bits
 from deltabars.reproduction.experiment import Experiment, Options
 from deltabars.reproduction.pictures import draw
 from deltabars.reproduction.settings import Size
