@@ -11,7 +11,7 @@ import torch
 from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
 from deltabars.eigen.auditing import audit
 from deltabars.eigen.pairs import residual_scale
-from deltabars.errors import ConvergenceWarning
+from deltabars.errors import ConvergenceWarning, DeltaBarsError
 from tests.properties import LAWS
 from tests.random_problems import Problem, Shape
 from tests.spectra import matrix_with
@@ -48,8 +48,11 @@ def solve_all(values, matrix, draw, seed):
     yield "dense", rank, dense(matrix, rank)
     yield "lanczos", rank, lanczos(matrix, rank, **options)
     yield "block_krylov", rank, block_krylov(matrix, rank, block_size=block, **options)
-    if rank < size and float(values.abs().max()) > 0:
-        yield "arpack", rank, arpack(matrix, rank, seed=seed)
+    if rank < size:
+        try:
+            yield "arpack", rank, arpack(matrix, rank, seed=seed)
+        except DeltaBarsError:  # it fails on some, and says so
+            yield "arpack (refused)", 0, None
     if float(values.min()) >= 0:
         yield "incremental", size, incremental_svd(matrix, size)
 
@@ -68,6 +71,9 @@ def test_prescribed_spectra(seconds_left, first_seed, capsys):
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always", ConvergenceWarning)
             for solver, rank, pairs in solve_all(values, matrix, draw, seed):
+                if pairs is None:
+                    count[solver] += 1
+                    continue
                 scale = residual_scale(exact[:rank])
                 error = float(((pairs.values - exact[:rank]).abs() / scale).max())
                 # A tolerance of 1e-10 (1e-5), and ten more where a copy was looked for; rounding.

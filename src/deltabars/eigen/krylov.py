@@ -71,8 +71,8 @@ def lanczos(
         tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
         max_products: stop there, with a warning if pairs have not converged; no limit by default.
         max_vectors: rows that the basis may have before it is restarted, at the cost of further
-            products; at least `rank + smallest` and two blocks. No limit by default. Where restarts
-            bring nothing any more (a cluster of more eigenvalues than that), it stops with a warning.
+            products; at least `rank + smallest` and two blocks. No limit by default. Stops with a
+            warning where restarts bring nothing any more (a cluster of more eigenvalues than that).
         seed: of the random start vector.
         growth: stops as soon as the pairs that have converged are enough by its measure; `rank`
             is then the most there may be, and where the basis is full, what has converged is
