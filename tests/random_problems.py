@@ -6,6 +6,7 @@ import random
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class Problem:
         new = {"generator": generator, "dtype": torch.float64}
         sizes = [shape.inputs, *([shape.hidden] if shape.hidden else []), shape.outputs]
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in pairwise(sizes):
             layer = nn.Linear(before, after, dtype=torch.float64)
             for weight in layer.parameters():
                 weight.data = torch.randn(weight.shape, **new)

@@ -282,7 +282,7 @@ def test_squares_beyond_float32_are_refused_or_warned_of():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_models_of_half_precision(estimator, dtype):
-    """Their weights and inputs are what they are; the arithmetic is float32, or float64 if asked."""
+    """Weights and inputs are what they are; the arithmetic is float32, or float64 if asked."""
     case = small(kind="linear")
     model = copy.deepcopy(case.model).to(dtype)
     half = case_of(model, case.inputs.to(dtype), case.targets, case.unseen.to(dtype))

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 import deltabars
 from deltabars.eigen import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, ConvergenceWarning
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
 SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov}
@@ -217,3 +217,18 @@ def test_a_fit_with_a_small_budget_gives_the_same_pairs():
         torch.testing.assert_close(overlap, eye, rtol=0, atol=1e-6)
         a, b = roomy.predict(data[0][:5]), tight.predict(data[0][:5])
         torch.testing.assert_close(a.std, b.std, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_cluster_that_the_basis_cannot_hold_ends_with_a_warning(seed):
+    """29 eigenvalues within 1e-7 of one another, and room for 33: it would go on for ever."""
+    generator = torch.Generator().manual_seed(seed)
+    new = {"generator": generator, "dtype": torch.float64}
+    clusters = [1 + 1e-7 * torch.rand(29, **new), 0.5 + 1e-7 * torch.rand(23, **new)]
+    matrix = matrix_with(torch.cat([*clusters, -torch.ones(9, dtype=torch.float64)]), seed)
+    with pytest.warns(ConvergenceWarning, match=r"\d+ that have not converged"):
+        pairs = block_krylov(matrix, 17, block_size=6, max_vectors=33)
+    assert pairs.statistics["products"] < 10_000
+    norms = (matrix @ pairs.vectors.T - pairs.vectors.T * pairs.values).norm(dim=0)
+    torch.testing.assert_close(pairs.residuals, norms, rtol=1e-3, atol=1e-13)
+    assert float((1 - pairs.values).max()) < 1e-4

@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if cuda else _processor(),
         "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
         "threads": torch.get_num_threads(),
     }
 

@@ -67,6 +67,7 @@ _ieee = Shared(lambda: float32_products(torch.device("cuda"), "ieee"))
 
 
 def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The type to compute in: the one that is asked for, or the model's own, or float32."""
     supported = (torch.float32, torch.float64)
     if asked is not None and asked not in supported:
         raise BadValueError(

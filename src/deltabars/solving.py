@@ -12,8 +12,8 @@ from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.auditing import audit, warn_of_audit
+from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
-from deltabars.eigen.krylov import default_block_size
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth

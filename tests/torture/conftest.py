@@ -1,3 +1,5 @@
+"""Campaigns that go on until their time is up; `make torture` runs them."""
+
 from __future__ import annotations
 
 import os
@@ -5,12 +7,18 @@ import time
 
 import pytest
 
-SECONDS = float(os.environ.get("DELTABARS_TORTURE_SECONDS", "600"))
-
 
 @pytest.fixture
 def seconds_left(request):
-    """A function: the seconds that a campaign has left of its share of the time."""
-    share = SECONDS / max(1, len(request.session.items))
-    end = time.monotonic() + share
+    """How many seconds a campaign has still: all share DELTABARS_TORTURE_SECONDS alike."""
+    total = float(os.environ.get("DELTABARS_TORTURE_SECONDS", "600"))
+    end = time.monotonic() + total / len(request.session.items)
     return lambda: end - time.monotonic()
+
+
+@pytest.fixture
+def first_seed():
+    """Where a campaign's seeds begin: DELTABARS_TORTURE_SEED, or the clock; printed."""
+    seed = int(os.environ.get("DELTABARS_TORTURE_SEED", time.time_ns() % 2**31))
+    print(f"\nDELTABARS_TORTURE_SEED={seed}")
+    return seed

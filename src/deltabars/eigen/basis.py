@@ -201,3 +201,8 @@ def random_rows(
 ) -> Tensor:
     """Standard normal rows (count, width), the same ones on every device."""
     return torch.randn(count, width, generator=generator, dtype=torch.float32).to(device, dtype)
+
+
+def default_block_size(rank: int) -> int:
+    """Vectors a block: a tenth of the rank, between 2 and 100."""
+    return max(2, min(100, rank // 10))

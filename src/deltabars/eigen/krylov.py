@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis, extend, random_rows
+from deltabars.eigen.basis import Basis, default_block_size, extend, random_rows
 from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.operators import _Products, as_products
 from deltabars.eigen.pairs import (
@@ -32,7 +32,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.projected import Projected
-from deltabars.eigen.restarting import found_pairs, insert, to_keep
+from deltabars.eigen.restarting import Patience, found_pairs, insert, to_keep
 from deltabars.eigen.resuming import Course, Position
 from deltabars.eigen.states import Checkpoint
 from deltabars.errors import BadValueError
@@ -72,7 +72,8 @@ def lanczos(
         tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
         max_products: stop there, with a warning if pairs have not converged; no limit by default.
         max_vectors: rows that the basis may have before it is restarted, at the cost of further
-            products; at least `rank + smallest` and two blocks. No limit by default.
+            products; at least `rank + smallest` and two blocks. No limit by default. Stops with a
+            warning where restarts bring nothing any more (a cluster of more eigenvalues than that).
         seed: of the random start vector.
         growth: stops as soon as the pairs that have converged are enough by its measure; `rank`
             is then the most there may be, and where the basis is full, what has converged is
@@ -120,11 +121,6 @@ def block_krylov(
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
     limits = _Limits(tolerance, max_products, max_vectors, growth)
     return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step, checkpoint)
-
-
-def default_block_size(rank: int) -> int:
-    """Vectors a block: a tenth of the rank, between 2 and 100."""
-    return max(2, min(100, rank // 10))
 
 
 @dataclass(frozen=True)
@@ -175,13 +171,12 @@ def _solve(
     pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
     if bool((pairs.residuals <= limit).all()):
         pairs = run.with_missed_copies(pairs)
-    converged = int((pairs.residuals <= limit).sum())
     statistics = {
         **pairs.statistics,
         "solver": solver,
         "products": matrix.products,
         "restarts": run.restarts,
-        "converged": converged,
+        "converged": int((pairs.residuals <= limit).sum()),
         "tolerance": limit,
     }
     pairs = replace(pairs, statistics=statistics)
@@ -220,11 +215,11 @@ class _Run:
             start = random_rows(block_size, size, self.generator, device, dtype)
             block, _ = extend(basis, start, block_size, 0.0, self.generator)
             del start
-            norm, least, converged = 0.0, math.inf, 0
+            norm, least, converged, patience = 0.0, math.inf, 0, Patience()
             next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
         else:
             block, norm, least, converged = at.block, at.norm, at.least, at.converged
-            next_check, self.restarts = at.next_check, at.restarts
+            next_check, self.restarts, patience = at.next_check, at.restarts, at.patience
             del at
         while True:
             basis.append(block)
@@ -256,13 +251,16 @@ class _Run:
                 elif finished or last:
                     return found_pairs(basis, ritz, rank, least, self.tolerance)
                 if full:
+                    distance = ritz.distance(rank, smallest, aim)
+                    if patience.is_over(distance, self.matrix.products, self.max_vectors):
+                        return found_pairs(basis, ritz, rank, least, self.tolerance)
                     kept = to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
                     self.restarts += 1
                 next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
             if self.on_step is not None:
                 self.on_step(self.matrix.products, converged)
-            at = Position(block, norm, least, converged, next_check, self.restarts)
+            at = Position(block, norm, least, converged, next_check, self.restarts, patience)
             self.course.save(basis, projected, at)
             del at
 

@@ -30,6 +30,13 @@ class Ritz:
         enough = self.values.shape[0] >= rank + smallest
         return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
 
+    def distance(self, rank: int, smallest: int, tolerance: float) -> float:
+        """How far they are from that: Σ log(residual/tolerance) over those that have not."""
+        top, ends = self.values.flip(0)[:rank], self.values[-1:].expand(smallest)
+        upper = self.norms.flip(0)[:rank] / residual_scale(top)
+        low = self.norms[:smallest] / lower_scale(self.values[:smallest], ends)
+        return float((torch.cat([upper, low]) / tolerance).clamp(min=1.0).log().sum())
+
     def leading(self, tolerance: float) -> int:
         """How many of the largest pairs, one after the other, have converged."""
         top = self.values.flip(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,33 @@ from torch import Tensor
 from deltabars.eigen.basis import Basis
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, lower_scale, residual_scale
 from deltabars.eigen.projected import Ritz
+
+# So many restarts, and products for so many bases: thrice the longest lull seen.
+_RESTARTS, _BASES = 200, 40
+_LESS = 0.9
+
+
+@dataclass
+class Patience:
+    """When restarts have come to a standstill: a cluster of eigenvalues that the basis cannot hold.
+
+    Attributes:
+        distance: the least there was (see `Ritz.distance`), but for falls of less than a tenth.
+        restarts: since then.
+        products: that were done then.
+    """
+
+    distance: float = math.inf
+    restarts: int = 0
+    products: int = 0
+
+    def is_over(self, distance: float, products: int, max_vectors: int) -> bool:
+        """Whether to stop, at a restart after so many products with a basis of so many vectors."""
+        if distance < _LESS * self.distance:
+            self.distance, self.restarts, self.products = distance, 0, products
+            return False
+        self.restarts += 1
+        return self.restarts > _RESTARTS and products - self.products > _BASES * max_vectors
 
 
 def to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:

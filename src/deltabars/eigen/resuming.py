@@ -13,6 +13,7 @@ from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.operators import _Products
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs
 from deltabars.eigen.projected import Projected
+from deltabars.eigen.restarting import Patience
 from deltabars.eigen.states import Checkpoint, Rows, State
 from deltabars.errors import CorruptFileError
 
@@ -29,6 +30,7 @@ class Position:
     converged: int
     next_check: int
     restarts: int
+    patience: Patience
 
 
 @dataclass
@@ -93,10 +95,11 @@ class Course:
             "converged": at.converged,
             "next_check": at.next_check,
             "restarts_now": at.restarts,
+            "waited": [at.patience.restarts, at.patience.products],
         }
         tensors = {
             "block": at.block,
-            "reals": torch.tensor([at.norm, at.least], dtype=torch.float64),
+            "reals": torch.tensor([at.norm, at.least, at.patience.distance], dtype=torch.float64),
             **projected.packed(),
         }
         rows = {"basis": Rows(f"{stage}, restart {at.restarts}", basis.panels)}
@@ -154,10 +157,13 @@ class Course:
         if followed is not None:
             for start in range(0, basis.rows, block_size):
                 followed.append(basis.copy(start, start + block_size))
-        norm, least = state.tensors["reals"].tolist()
+        norm, least, distance = state.tensors["reals"].tolist()
+        patience = Patience(distance, *map(int, state.numbers["waited"]))
         block = _checked(state.tensors["block"], self.matrix).to(device, dtype)
-        whole = (int(state.numbers[name]) for name in ("converged", "next_check", "restarts_now"))
-        return Position(block, norm, least, *whole)
+        converged, next_check, restarts = (
+            int(state.numbers[name]) for name in ("converged", "next_check", "restarts_now")
+        )
+        return Position(block, norm, least, converged, next_check, restarts, patience)
 
 
 def fill(target: Tensor, rows: Rows) -> None:
