@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test bench lint docs screenshots clean
+.PHONY: demo test torture bench lint docs screenshots clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltabars demo --report deltabars-demo.html
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The campaigns, for DELTABARS_TORTURE_SECONDS (600 by default) in all.
+torture: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/torture -s
 
 bench: $(VENV)/.dev
 	$(BIN)/deltabars bench

@@ -15,6 +15,13 @@ from tests.workshop import Workshop, make_workshop
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
+
+def pytest_ignore_collect(collection_path, config):
+    """The campaigns run by `make torture`, or where they are named."""
+    named = any("torture" in argument for argument in config.args)
+    return True if collection_path.name == "torture" and not named else None
+
+
 cached_case = lru_cache(maxsize=None)(make_case)
 
 
