@@ -18,7 +18,7 @@ from torch import Tensor
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.resuming import with_errors
 from deltabars.eigen.states import Rows, State
-from deltabars.errors import BadValueError, CheckpointWarning, StorageError
+from deltabars.errors import BadValueError, CheckpointWarning, CorruptFileError, StorageError
 from deltabars.growing import ProbeGrowth
 from deltabars.identity import check_same
 from deltabars.locking import locked
@@ -29,6 +29,7 @@ from deltabars.writing import check_parent
 _SECONDS = 60.0
 _MOST_OF_THE_TIME = 0.05  # that saving may take
 _SMALL_PARTS = ("values", "residuals", "smallest", "smallest_residuals")
+_KIND = "checkpoint"
 _FINISHED, _RUNNING = "finished", "running"
 
 
@@ -155,7 +156,7 @@ class Session:
         """Write everything, and warn once where that cannot be done."""
         self._started = None
         header: dict[str, Any] = {
-            "kind": "checkpoint",
+            "kind": _KIND,
             "identity": self._identity,
             "memory_budget": self.memory_budget,
             _FINISHED: {name: part.header for name, part in self._finished.items()},
@@ -192,7 +193,9 @@ class Session:
 
     def _check(self, header: Mapping[str, Any]) -> None:
         there = header.get("identity")
-        check_same(there if isinstance(there, dict) else {}, self._identity)
+        if header.get("kind") != _KIND or not isinstance(there, dict):
+            raise CorruptFileError("A file has the name of a state and is none.")
+        check_same(there, self._identity)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Campaigns: random cases until the time is up. `make torture`."""

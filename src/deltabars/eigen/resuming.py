@@ -95,7 +95,8 @@ class Course:
             "converged": at.converged,
             "next_check": at.next_check,
             "restarts_now": at.restarts,
-            "waited": [at.patience.restarts, at.patience.products],
+            "waited_restarts": at.patience.restarts,
+            "waited_products": at.patience.products,
         }
         tensors = {
             "block": at.block,
@@ -158,7 +159,8 @@ class Course:
             for start in range(0, basis.rows, block_size):
                 followed.append(basis.copy(start, start + block_size))
         norm, least, distance = state.tensors["reals"].tolist()
-        patience = Patience(distance, *map(int, state.numbers["waited"]))
+        waited = (int(state.numbers[f"waited_{name}"]) for name in ("restarts", "products"))
+        patience = Patience(distance, *waited)
         block = _checked(state.tensors["block"], self.matrix).to(device, dtype)
         converged, next_check, restarts = (
             int(state.numbers[name]) for name in ("converged", "next_check", "restarts_now")
