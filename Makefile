@@ -12,10 +12,6 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The campaigns, for DELTABARS_TORTURE_SECONDS (600 by default) in all.
-torture: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/torture -s
-
 bench: $(VENV)/.dev
 	$(BIN)/deltabars bench
 
