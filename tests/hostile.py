@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -206,6 +207,7 @@ def _try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> tuple
 
 def in_child(work: Callable[[], tuple[int, int, list]]) -> Tried:
     """Run work in a forked child, with its peak of memory; one that hangs or crashes is wrong."""
+    gc.collect()  # what a child let go of would be taken for what it takes, or would hide it
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import os
@@ -148,6 +149,25 @@ class TestCode:
         torch.save({name: value.to(torch.complex64) for name, value in state.items()},
                    tmp_path / "a.pt")  # fmt: skip
         assert "got torch.complex64" in refused(ModelError, model.load)
+
+
+@pytest.mark.parametrize("taken_there", [0, 150_000_000])
+def test_memory_is_measured_whatever_lies_about(taken_there):
+    gc.disable()
+    try:
+        for _ in range(3):
+            circle = [bytearray(b"x") * 80_000_000]
+            circle.append(circle)
+        del circle
+
+        def work():
+            gc.collect()
+            bytearray(b"x") * taken_there
+            return 0, 1, []
+
+        assert abs(in_child(work).peak - taken_there) < 8 * MIB
+    finally:
+        gc.enable()
 
 
 class TestMemory:

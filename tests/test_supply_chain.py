@@ -13,6 +13,7 @@ from tests.scans import environment
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+import audit  # noqa: E402
 import licences  # noqa: E402
 import lock  # noqa: E402
 
@@ -154,3 +155,13 @@ def test_licences_are_allowed():
 )  # fmt: skip
 def test_which_licences_are_allowed(text, allowed):
     assert licences.is_allowed(text) == allowed
+
+
+def test_what_was_not_audited_is_not_called_sound():
+    skipped = {"name": "a", "skip_reason": "Dependency not found"}
+    sound = {"name": "b", "version": "1", "vulns": []}
+    weak = {"name": "c", "version": "2", "vulns": [{"id": "PYSEC-1"}]}
+    assert audit.told([]) == (audit.NOTHING, [])
+    assert audit.told([skipped, skipped]) == (audit.NOTHING, [])
+    assert audit.told([skipped, sound])[0] == "audit: 1 checked, 1 not, 0 known weaknesses."
+    assert audit.told([sound, weak])[1] == ["c 2: PYSEC-1"]

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 LOCK = Path(__file__).resolve().parent.parent / "requirements.lock"
+NOTHING = "audit: no advisory data can be had here, so nothing was checked."
 _PATIENCE = 120  # seconds
 
 
@@ -32,16 +34,26 @@ def main() -> None:
                                   env=os.environ | {"PYTHONPATH": folder})  # fmt: skip
             found = json.loads(done.stdout)["dependencies"]
         except (subprocess.SubprocessError, OSError, ValueError, KeyError):
-            print("audit: no advisory data can be had here, so nothing was checked.")
+            print(NOTHING)
             return
-    weak = [
-        f"{item['name']} {item['version']}: {known['id']}"
-        for item in found
-        for known in item.get("vulns", [])
-    ]
-    print(f"audit: {len(found)} distributions, {len(weak)} known weaknesses.")
+    said, weak = told(found)
+    print(said)
     if weak:
         raise SystemExit("\n".join(weak))
+
+
+def told(found: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    """What pip-audit found in one line, and the weaknesses; what it skipped was not checked."""
+    checked = [item for item in found if "skip_reason" not in item]
+    if not checked:
+        return NOTHING, []
+    weak = [
+        f"{item['name']} {item['version']}: {known['id']}"
+        for item in checked
+        for known in item["vulns"]
+    ]
+    skipped = len(found) - len(checked)
+    return f"audit: {len(checked)} checked, {skipped} not, {len(weak)} known weaknesses.", weak
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from deltabars.eigen import EigenPairs
 
+_LONGEST_NAME = 200
+_MOST_DIMENSIONS = 25
 _SCALARS = (str, int, float, type(None))
 
 
@@ -66,12 +68,16 @@ def _check_inputs(raw: Mapping[str, Any]) -> None:
     count = len(_list(raw["dtypes"]))
     names = raw["names"]
     named = names is None or (
-        len(_list(names)) == count and all(isinstance(name, str) for name in names)
+        len(_list(names)) == count and all(_is_argument(name) for name in names)
     )
-    _expect(named and all(isinstance(name, str) for name in raw["dtypes"]), "inputs")
+    _expect(named and all(_is_type(name) for name in raw["dtypes"]), "inputs")
     _expect(len(_list(raw["shapes"])) == count, "inputs")
     for shape in raw["shapes"]:
-        _expect(shape is None or all(_is_whole(size) for size in _list(shape)), "inputs")
+        fits = shape is None or (
+            len(_list(shape)) <= _MOST_DIMENSIONS
+            and all(_is_whole(size) and size < 1 << 62 for size in shape)
+        )
+        _expect(fits, "inputs")
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -83,6 +89,15 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError("a list is expected")
     return value
+
+
+def _is_argument(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
+
+
+def _is_type(name: Any) -> bool:
+    known = isinstance(name, str) and getattr(torch, name.removeprefix("torch."), None)
+    return isinstance(known, torch.dtype)
 
 
 def _is_whole(value: Any) -> bool:
