@@ -40,7 +40,7 @@ def test_terminated(seconds_left, capsys, workshop, tmp_path):
         out.parent.mkdir()
         if overwrite:
             Run.create(out, workshop.fit(rank=5), NamedModel("a:b"), NamedData("c:d"))
-        code, _ = terminated(workshop, out, draw.uniform(0, 0.5), overwrite)
+        code, _ = terminated(workshop, out, draw.uniform(0, 1.5), overwrite)
         left = contents(out.parent)
         assert left in (set(), {"run", "run/fit.deltabars", "run/run.json"}), f"terminated {turn}"
         assert left or not overwrite, f"terminated {turn}"
