@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,19 +44,27 @@ class Snapshot:
     rows: Mapping[str, Rows]
 
 
+class _File(NamedTuple):
+    """A file of rows: its name, how many there are, and a mark that no other file has."""
+
+    name: str
+    length: int
+    mark: str
+
+
 @dataclass(frozen=True)
 class _Listed:
-    """Files of rows, in their order, with the number of rows in each."""
+    """Files of rows, in their order."""
 
     epoch: str
-    files: tuple[tuple[str, int], ...] = ()
+    files: tuple[_File, ...] = ()
 
     @property
     def count(self) -> int:
-        return sum(rows for _, rows in self.files)
+        return sum(file.length for file in self.files)
 
-    def plus(self, name: str, rows: int) -> _Listed:
-        return _Listed(self.epoch, (*self.files, (name, rows)))
+    def plus(self, file: _File) -> _Listed:
+        return _Listed(self.epoch, (*self.files, file))
 
 
 class Snapshots:
@@ -70,7 +78,6 @@ class Snapshots:
         self._folder = folder
         self._listed: dict[str, _Listed] = {}  # by key: rows that are on disk
         self._states: dict[str, set[str]] = {}  # those to be kept: their files of rows
-        self._token = uuid.uuid4().hex  # tells rows of this run from those of another
         self._number = max((number for _, number, _ in self._files()), default=0)
         self.written = 0
         for path in folder.iterdir():
@@ -133,12 +140,11 @@ class Snapshots:
         listed = dict(self._listed)
         content = {
             **header,
-            "token": self._token,
             "rows": {key: [part.epoch, *part.files] for key, part in listed.items()},
         }
         name = self._write("state", content, tensors)
         before = {} if last else dict(list(self._states.items())[-1:])
-        files = {file for part in listed.values() for file, _ in part.files}
+        files = {file.name for part in listed.values() for file in part.files}
         self._states = {**before, name: files}
         self._remove_others()
 
@@ -149,8 +155,9 @@ class Snapshots:
         for pieces in _gathered(rows.blocks, listed.count):
             count = sum(len(piece) for piece in pieces)
             parts = {f"{place:06d}": piece for place, piece in enumerate(pieces)}
-            name = self._write("rows", {"token": self._token, "count": count}, parts)
-            listed = self._listed[key] = listed.plus(name, count)
+            mark = uuid.uuid4().hex
+            name = self._write("rows", {"mark": mark, "count": count}, parts)
+            listed = self._listed[key] = listed.plus(_File(name, count, mark))
 
     def _write(self, kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         self._number += 1
@@ -163,21 +170,22 @@ class Snapshots:
         header, tensors = storage.read(path)
         check(header)
         try:
-            token = str(header["token"])
             listed = {
-                str(key): _Listed(str(epoch), tuple((str(name), int(n)) for name, n in files))
+                str(key): _Listed(
+                    str(epoch),
+                    tuple(_File(str(name), int(n), str(mark)) for name, n, mark in files),
+                )
                 for key, (epoch, *files) in header["rows"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"{path} is altered: its header lacks {error}.") from error
         for part in listed.values():
-            for name, count in part.files:  # all of them, before any is used
-                _read_rows(self._folder, name, count, token)
-        self._token, self._listed = token, listed
-        self._states = {path.name: {name for part in listed.values() for name, _ in part.files}}
+            for file in part.files:  # all of them, before any is used
+                _read_rows(self._folder, file)
+        self._listed = listed
+        self._states = {path.name: {file.name for part in listed.values() for file in part.files}}
         rows = {
-            key: Rows(part.epoch, _Stored(self._folder, part.files, token))
-            for key, part in listed.items()
+            key: Rows(part.epoch, _Stored(self._folder, part.files)) for key, part in listed.items()
         }
         return Snapshot(header, tensors, rows)
 
@@ -204,23 +212,25 @@ class _Stored:
     """Rows on disk, one file in memory at a time."""
 
     folder: Path
-    files: tuple[tuple[str, int], ...]
-    token: str
+    files: tuple[_File, ...]
 
     def __iter__(self) -> Iterator[Tensor]:
-        for name, count in self.files:
-            yield from _read_rows(self.folder, name, count, self.token)
+        for file in self.files:
+            yield from _read_rows(self.folder, file)
 
 
-def _read_rows(folder: Path, name: str, count: int, token: str) -> list[Tensor]:
-    match = _NAME.fullmatch(name)
+def _read_rows(folder: Path, file: _File) -> list[Tensor]:
+    match = _NAME.fullmatch(file.name)
     if match is None or match[1] != "rows":
-        raise CorruptFileError(f"{folder} is altered: {name!r} is not the name of a file of rows.")
-    header, tensors = storage.read(folder / name)
+        raise CorruptFileError(
+            f"{folder} is altered: {file.name!r} is not the name of a file of rows."
+        )
+    path = folder / file.name
+    header, tensors = storage.read(path)
     rows = [tensors[place] for place in sorted(tensors)]
-    fits = header.get("token") == token and header.get("count") == count
-    if not fits or any(part.ndim != 2 for part in rows) or count != sum(map(len, rows)):
-        raise CorruptFileError(f"{folder / name} is altered: it holds rows of another state.")
+    whole = all(part.ndim == 2 for part in rows) and file.length == sum(map(len, rows))
+    if header.get("mark") != file.mark or not whole:
+        raise CorruptFileError(f"{path} is altered: it holds rows of another state.")
     return rows
 
 
