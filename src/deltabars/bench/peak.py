@@ -29,6 +29,7 @@ from deltabars.recipes.paper import L2
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_LEAST = torch.finfo(torch.float32).eps  # no pair converges to that
 _OPERATORS = {"hessian": HessianOperator, "opg": OPGOperator}
 
 
@@ -223,7 +224,7 @@ def limited_fit(case: Case, model: torch.nn.Module, data: Data) -> deltabars.Del
             rank=case.rank,
             solver="krylov",  # small points would else be solved densely
             max_products=case.max_products,
-            residual_tolerance=None if case.max_products is None else 1e-30,  # use them all
+            residual_tolerance=None if case.max_products is None else _LEAST,  # use them all
             progress=False,
         )
 

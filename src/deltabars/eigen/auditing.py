@@ -39,7 +39,9 @@ def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
     tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
     promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)
     norm = max(abs(float(pairs.values[0])), abs(pairs.least))
-    rounding = _ROUNDING * torch.finfo(vectors.dtype).eps * norm
+    own = torch.finfo(vectors.dtype).eps
+    # Models may have parts of their own in float32, such as norms of Hugging Face's.
+    rounding = max(_ROUNDING * own, torch.finfo(torch.float32).eps) * norm
     return {
         "orthogonality": float(gram.abs().max()),
         "orthogonality_limit": _FAR * usual,
