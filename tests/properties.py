@@ -71,7 +71,8 @@ def batches_are_nothing(problem: Problem) -> None:
     parts = problem.predictions(6, batch_size=size)
     for estimator, out in problem.predictions(6).items():
         close(parts[estimator].std, out.std)
-        close(parts[estimator].std_high, out.std_high)
+        if estimator in THEOREM:
+            close(parts[estimator].std_high, out.std_high)
     fit = problem.fit("opg")
     close(fit.predict(problem.unseen, batch_size=2).std, fit.predict(problem.unseen).std)
 
@@ -124,7 +125,8 @@ def each_example_again_divides_the_variance(problem: Problem) -> None:
         found = other.predictions(rank)
         for estimator, out in problem.predictions(rank).items():
             close(found[estimator].variance * times, out.variance)
-            close(found[estimator].std_high.square() * times, out.std_high.square())
+            if estimator in THEOREM:  # elsewhere it depends on which of equal ones are computed
+                close(found[estimator].std_high.square() * times, out.std_high.square())
 
 
 def a_moved_l2_is_a_fresh_fit(problem: Problem) -> None:

@@ -81,9 +81,22 @@ def test_float32_vectors_of_a_large_matrix_are_orthonormal(solver):
 
 def test_copies_of_repeated_eigenvalues_are_found():
     values = torch.tensor([7.0] * 5 + [3.0] * 4 + [0.1] * 51, dtype=torch.float64)
-    for solver in (lanczos, block_krylov):
+    for solver in (lanczos, block_krylov, arpack):
         pairs = solver(matrix_with(values), 7)
         assert pairs.values.tolist() == pytest.approx([7.0] * 5 + [3.0] * 2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("solver", [lanczos, block_krylov, arpack])
+def test_copies_close_to_the_last_pair_are_found_where_the_rest_is_small(solver, seed):
+    """Eight copies of 1.5, of which five are wanted, and other eigenvalues just below."""
+    near = 1.5 - torch.logspace(-5, -1, 20, dtype=torch.float64)
+    values = torch.cat([torch.linspace(2, 9, 10), torch.full((8,), 1.5), near])
+    pairs = solver(matrix_with(values, seed), 15, seed=seed)
+    exact = values.sort(descending=True).values[:15]
+    torch.testing.assert_close(pairs.values, exact, rtol=0, atol=1e-8)
+    eye = torch.eye(15, dtype=torch.float64)
+    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("solver", [lanczos, block_krylov])

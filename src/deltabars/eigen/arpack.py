@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deltabars.eigen.basis import random_rows
-from deltabars.eigen.krylov import OnStep
+from deltabars.eigen.krylov import OnStep, Run
+from deltabars.eigen.missed import with_missed_copies
 from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
     EigenPairs,
@@ -16,6 +18,7 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
+from deltabars.eigen.resuming import Course
 from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError
 
 
@@ -31,7 +34,8 @@ def arpack(
     """The `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
 
     ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
-    `rank` further products. Arguments as for `lanczos`. The rank must be below P.
+    `rank` further products. Copies of repeated eigenvalues, which its start vector cannot see, are
+    looked for as `lanczos` does. Arguments as for `lanczos`. The rank must be below P.
     """
     try:
         from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
@@ -56,9 +60,8 @@ def arpack(
         return image.reshape(-1).cpu().numpy()
 
     kind = torch.empty(0, dtype=matrix.dtype).numpy().dtype
-    start = random_rows(
-        1, size, torch.Generator().manual_seed(seed), torch.device("cpu"), matrix.dtype
-    )
+    generator = torch.Generator().manual_seed(seed)
+    start = random_rows(1, size, generator, torch.device("cpu"), matrix.dtype)
     steps = min(size, max(2 * rank + 1, 20))
     restarts = None if max_products is None else max(1, max_products // (steps - rank))
     try:
@@ -82,16 +85,17 @@ def arpack(
     largest = ascending.flip(0).contiguous()
     vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()
     norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
-    pairs = EigenPairs(
-        largest,
-        vectors,
-        norms / residual_scale(largest),
-        statistics={
-            "solver": "arpack",
-            "products": matrix.products,
-            "converged": rank,
-            "tolerance": limit,
-        },
-    )
+    pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
+    budget = 2**62 if max_products is None else max_products
+    course = Course(None, matrix, generator)
+    run = Run(matrix, generator, limit, budget, size, None, course)
+    pairs = with_missed_copies(run, pairs)
+    statistics: dict[str, int | float | str] = {
+        "solver": "arpack",
+        "products": matrix.products,
+        "converged": rank,
+        "tolerance": limit,
+    }
+    pairs = replace(pairs, statistics=statistics)
     warn_unconverged(pairs, 10 * limit)  # ARPACK's test and ours differ by the rounding of A
     return pairs

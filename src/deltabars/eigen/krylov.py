@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deltabars.eigen.basis import Basis, default_block_size, extend, random_rows
 from deltabars.eigen.growth import Followed, Growth
+from deltabars.eigen.missed import with_missed_copies
 from deltabars.eigen.operators import _Products, as_products
 from deltabars.eigen.pairs import (
     EigenPairs,
@@ -28,11 +29,10 @@ from deltabars.eigen.pairs import (
     check_tolerance,
     default_tolerance,
     is_whole,
-    residual_scale,
     warn_unconverged,
 )
 from deltabars.eigen.projected import Projected
-from deltabars.eigen.restarting import Patience, found_pairs, insert, to_keep
+from deltabars.eigen.restarting import Patience, found_pairs, to_keep
 from deltabars.eigen.resuming import Course, Position
 from deltabars.eigen.states import Checkpoint
 from deltabars.errors import BadValueError
@@ -40,8 +40,6 @@ from deltabars.summation import inner
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
-_GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
-_ROOM_FOR_ONE = 16  # vectors
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
 _FIRST_CHECK = 16  # vectors, of a basis that may stop at any time
@@ -167,10 +165,10 @@ def _solve(
             f"(the pairs and two blocks of {block_size}), got {room!r}."
         )
     course = Course(checkpoint, matrix, generator, limits.growth)
-    run = _Run(matrix, generator, limit, budget, room, on_step, course, course.restarts)
+    run = Run(matrix, generator, limit, budget, room, on_step, course, course.restarts)
     pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
     if bool((pairs.residuals <= limit).all()):
-        pairs = run.with_missed_copies(pairs)
+        pairs = with_missed_copies(run, pairs)
     statistics = {
         **pairs.statistics,
         "solver": solver,
@@ -185,7 +183,9 @@ def _solve(
 
 
 @dataclass
-class _Run:
+class Run:
+    """One matrix, and what its search may cost."""
+
     matrix: _Products
     generator: torch.Generator
     tolerance: float
@@ -263,35 +263,3 @@ class _Run:
             at = Position(block, norm, least, converged, next_check, self.restarts, patience)
             self.course.save(basis, projected, at)
             del at
-
-    def with_missed_copies(self, pairs: EigenPairs) -> EigenPairs:
-        """Look outside the pairs for a larger eigenvalue than the last, and take it in.
-
-        A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
-        further copies of a repeated one are only found by chance. A few steps from a random start,
-        orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds,
-        so what they show is there.
-        """
-        rank = len(pairs)
-        beside = max(self.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
-        while rank < self.matrix.shape[0]:
-            search = replace(self, max_vectors=beside)
-            if not self.course.is_searching:
-                self.course.save_found(pairs, self.restarts)
-                if not search.shows_more_than(pairs):
-                    return pairs
-            pairs = insert(pairs, search.largest(1, 1, locked=pairs.vectors))
-            self.course.copies += 1
-        return pairs
-
-    def shows_more_than(self, pairs: EigenPairs) -> bool:
-        """Whether a few steps outside the pairs show a larger eigenvalue than their last."""
-        room = self.max_products - self.matrix.products
-        if room < 2:
-            return False
-        limit = self.matrix.products + min(_GUARD_PRODUCTS, room)
-        unsaved = Course(None, self.matrix, self.generator)
-        probe = replace(self, max_products=limit, on_step=None, course=unsaved)
-        top = probe.largest(1, 1, locked=pairs.vectors).values[0]
-        slack = 10 * self.tolerance * float(residual_scale(pairs.values)[-1])
-        return float(top) > float(pairs.values[-1]) + slack
