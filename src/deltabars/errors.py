@@ -54,6 +54,10 @@ class CheckpointInUseError(StorageError):
     """Another process is using the checkpoint's folder."""
 
 
+class RankError(DeltaBarsError):
+    """Another of the processes that work together has failed."""
+
+
 class DeltaBarsWarning(UserWarning):
     """The root of every warning that deltabars gives."""
 

@@ -1,0 +1,254 @@
+"""The processes that work on one thing together, as torch.distributed has them."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deltabars.errors import DeltaBarsError, RankError, first_line
+from deltabars.watching import Watch
+
+# torch 2.13 has other names for them.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_LONGEST_NAP = 2e-3  # seconds between two looks at a message that is under way
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of (b, P) each rank has: contiguous ranges, in the order of the ranks.
+
+    Attributes:
+        bounds: where they begin, and P: (R + 1,).
+        rank: whose they are here.
+    """
+
+    bounds: tuple[int, ...]
+    rank: int = 0
+
+    @classmethod
+    def even(cls, size: int, ranks: Ranks) -> Columns:
+        """Ranges of one length, but for the last ones."""
+        each = -(-size // ranks.count)
+        return cls(tuple(min(each * k, size) for k in range(ranks.count + 1)), ranks.rank)
+
+    @property
+    def own(self) -> slice:
+        """The range of this rank."""
+        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    @property
+    def widths(self) -> list[int]:
+        """How many columns each rank has."""
+        return [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def among(self, places: Tensor | None) -> Columns:
+        """The same ranges of the columns at some places (P',), ascending; of all if None."""
+        if places is None:
+            return self
+        bounds = torch.searchsorted(places.cpu(), torch.tensor(self.bounds)).tolist()
+        return Columns(tuple(bounds), self.rank)
+
+
+class Ranks:
+    """One process alone: everything that has to be shared is shared already.
+
+    Attributes:
+        rank: of this process, 0 to count − 1.
+        count: how many there are.
+        messages: how many collective operations there were.
+        bytes: that this rank has given into them.
+    """
+
+    rank = 0
+    count = 1
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.bytes = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that speaks, and writes what is written once."""
+        return self.rank == 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work of all ranks: where one of them fails, the others stop with an error that names it.
+
+        Raises:
+            RankError: another rank has failed, or is not heard from any more.
+        """
+        yield
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in place."""
+        return tensor
+
+    def any_(self, tensor: Tensor) -> Tensor:
+        """Where a mask is set on any rank, in place."""
+        return tensor
+
+    def agreed(self, value: Any) -> Any:
+        """A small object as the first rank has it."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small object of each rank."""
+        return [value]
+
+    def all_columns(self, part: Tensor, columns: Columns) -> Tensor:
+        """All columns (b, P) of rows that each rank has its own columns of, (b, p)."""
+        return part
+
+    def summed_columns(self, whole: Tensor, columns: Columns) -> Tensor:
+        """The own columns (b, p) of the sum of (b, P) over all ranks, which is used up."""
+        return whole
+
+
+class _Group(Ranks):
+    """The ranks of the default process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._watch: Watch | None = None
+        self._sessions = 0
+        on_gpus = dist.get_backend() == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if self._watch is not None:  # within another
+            yield
+            return
+        self._sessions += 1
+        watch = Watch(self.rank, self.count, self._sessions)
+        self._watch = watch
+        try:
+            yield
+        except BaseException as error:
+            watch.tell(error)
+            raise
+        finally:
+            self._watch = None
+            watch.stop()
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def any_(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._reduced(tensor.byte(), dist.ReduceOp.MAX).bool())
+
+    def agreed(self, value: Any) -> Any:
+        held = self._tensor(value if self.is_first else None)
+        size = torch.tensor([len(held)], device=held.device)
+        self._send(dist.broadcast, size, src=0)
+        held = held if self.is_first else held.new_empty(int(size))
+        self._send(dist.broadcast, held, src=0)
+        return value if self.is_first else _object(held)
+
+    def gather(self, value: Any) -> list[Any]:
+        own = self._tensor(value)
+        sizes = torch.empty(self.count, dtype=torch.int64, device=own.device)
+        self._send(_GATHER, sizes, torch.tensor([len(own)], device=own.device))
+        sent = _padded(own[None], int(sizes.max()))
+        held = sent.new_empty(self.count, sent.shape[1])
+        self._send(_GATHER, held, sent)
+        return [_object(part[:size]) for part, size in zip(held, sizes.tolist(), strict=True)]
+
+    def all_columns(self, part: Tensor, columns: Columns) -> Tensor:
+        rows, widths = part.shape[0], columns.widths
+        sent = _padded(part, max(widths))
+        found = sent.new_empty(self.count * rows, max(widths))
+        self._send(_GATHER, found, sent)
+        parts = found.view(self.count, rows, -1)
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+    def summed_columns(self, whole: Tensor, columns: Columns) -> Tensor:
+        widths = columns.widths
+        if self._device is None:  # Gloo's own is an all-reduce and more
+            return self.sum_(whole)[:, columns.own].contiguous()
+        sent = torch.cat([_padded(part, max(widths)) for part in whole.split(widths, dim=1)])
+        found = sent.new_empty(len(whole), max(widths))
+        self._send(_SCATTER, found, sent)
+        return found[:, : widths[self.rank]].contiguous()
+
+    def _tensor(self, value: Any) -> Tensor:
+        held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return held if self._device is None else held.to(self._device)
+
+    def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
+        held = tensor.contiguous()
+        if self._device is not None and held.device.type != "cuda":
+            held = held.to(self._device)
+        self._send(dist.all_reduce, held, op=how)
+        return tensor if held is tensor else tensor.copy_(held)
+
+    def _send(self, operation: Any, *tensors: Tensor, **options: Any) -> None:
+        with self._sending(tensors[-1].nbytes):
+            work = operation(*tensors, async_op=True, **options)
+            nap = 1e-5
+            while not work.is_completed():
+                if self._watch is not None:
+                    self._watch.check()
+                time.sleep(nap)
+                nap = min(1.5 * nap, _LONGEST_NAP)
+            work.wait()
+
+    @contextmanager
+    def _sending(self, size: int) -> Iterator[None]:
+        self.messages += 1
+        self.bytes += size
+        if self._watch is not None:
+            self._watch.messages = self.messages
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DeltaBarsError):
+                raise
+            if self._watch is not None:
+                self._watch.find_out()
+            raise RankError(
+                f"Ranks: expected a message between {self.count} of them, got an error "
+                f"({first_line(error).rstrip('.')}). Look at the output of the others."
+            ) from error
+
+
+def current() -> Ranks:
+    """The ranks of torch's default process group; one that is alone without a group."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Ranks()
+    group = dist.group.WORLD
+    found = _GROUPS.get(id(group))
+    if found is None or found[0] is not group:
+        _GROUPS.clear()  # those of groups that are no more
+        found = _GROUPS[id(group)] = (group, _Group())
+    return found[1]
+
+
+_GROUPS: dict[int, tuple[Any, _Group]] = {}
+
+
+def _object(held: Tensor) -> Any:
+    return pickle.loads(held.cpu().numpy().tobytes())  # from ranks of one launch, as torch does it
+
+
+def _padded(part: Tensor, width: int) -> Tensor:
+    if part.shape[1] == width:
+        return part.contiguous()
+    return torch.nn.functional.pad(part, (0, width - part.shape[1]))
+
+
+def same_everywhere(ranks: Ranks, value: Any) -> bool:
+    """Whether all ranks have the same value."""
+    values: Sequence[Any] = ranks.gather(value)
+    return all(other == values[0] for other in values)
