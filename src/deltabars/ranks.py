@@ -19,6 +19,7 @@ from deltabars.watching import Watch
 # torch 2.13 has other names for them.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_FAREWELL = 1.5  # seconds
 _LONGEST_NAP = 2e-3  # seconds between two looks at a message that is under way
 
 
@@ -137,6 +138,8 @@ class _Group(Ranks):
             yield
         except BaseException as error:
             watch.tell(error)
+            if self.is_first:  # the store may end with this process: let the others read it
+                time.sleep(_FAREWELL)
             raise
         finally:
             self._watch = None
