@@ -12,6 +12,7 @@ from deltabars.eigen import block_krylov, incremental_svd, lanczos
 from deltabars.eigen.projected import Projected
 from deltabars.eigen.states import Rows
 from deltabars.errors import CheckpointMismatchError, CorruptFileError
+from deltabars.space import Space
 from tests.spectra import SPECTRA, matrix_with
 
 MOST = 5  # states that are started from, spread over all; the first and the last two in any case
@@ -210,7 +211,7 @@ def test_a_state_that_is_none_is_refused(alter):
 
 def test_a_projected_matrix_comes_back_with_its_signs():
     """The sign of a zero decides on the sign of a reflection, and so of an eigenvector."""
-    first, again = (Projected(torch.device("cpu")) for _ in range(2))
+    first, again = (Projected(torch.device("cpu"), Space(6)) for _ in range(2))
     middle = torch.tensor([[1.0, -0.0], [-0.0, 2.0]], dtype=torch.float64)
     coupling = torch.tensor([[0.5, -0.0], [0.0, -0.25]], dtype=torch.float64)
     for _ in range(3):

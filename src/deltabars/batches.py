@@ -158,7 +158,8 @@ def check_not_batches(inputs: list[Any], signature: Signature) -> None:
             )
 
 
-def _slices(data: Any, batch_size: int) -> Iterator[Any]:
+def count_of(data: Any) -> int:
+    """How many examples fixed data have, which all their tensors must agree on."""
     parts = _flat(data)
     count = parts[0].shape[0] if parts and parts[0].ndim else 0
     for part in parts:
@@ -167,8 +168,12 @@ def _slices(data: Any, batch_size: int) -> Iterator[Any]:
                 "Data: expected tensors with one first dimension, got shapes "
                 f"{[tuple(part.shape) for part in parts]}."
             )
-    for start in range(0, count, batch_size):
-        yield _cut(data, slice(start, start + batch_size))
+    return count
+
+
+def _slices(data: Any, batch_size: int) -> Iterator[Any]:
+    for start in range(0, count_of(data), batch_size):
+        yield cut(data, slice(start, start + batch_size))
 
 
 def _flat(data: Any) -> list[Tensor]:
@@ -178,12 +183,13 @@ def _flat(data: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _flat(_as_tensor_tree(value))]
 
 
-def _cut(data: Any, index: slice) -> Any:
+def cut(data: Any, index: slice) -> Any:
+    """Some of the examples of fixed data."""
     if isinstance(data, Tensor):
         return data[index]
     if isinstance(data, Mapping):
-        return {name: _cut(value, index) for name, value in data.items()}
-    return tuple(_cut(value, index) for value in data)
+        return {name: cut(value, index) for name, value in data.items()}
+    return tuple(cut(value, index) for value in data)
 
 
 def _as_tensor_tree(value: Any) -> Any:

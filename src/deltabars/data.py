@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from deltabars.batches import Batch, check_can_be_read_again, is_fixed, iterate,
 from deltabars.determinism import with_own_numbers
 from deltabars.errors import DataError
 from deltabars.inputs import Signature, leaves, map_leaves
+from deltabars.ranks import Ranks
+from deltabars.splitting import own_part
 
 _READ_SIZE = 1024  # examples a batch, where the data do not come in batches
 _MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
@@ -24,6 +27,14 @@ class TrainingData:
     bytes; otherwise every pass reads them again. Data that come from a loader are read a second
     time at once, to make sure that a pass repeats (in any order). The order of a loader that
     shuffles with torch's own generator is another one on each pass, and the same ones each time.
+
+    Where there are several ranks, each reads its own part (see `splitting`).
+
+    Attributes:
+        num_examples: N, on all ranks.
+        num_here: on this one; `counts` has them for every rank.
+        fingerprint: of all examples, in any order.
+        source: how the ranks came to their parts.
     """
 
     def __init__(
@@ -33,40 +44,47 @@ class TrainingData:
         dtype: torch.dtype,
         budget: int,
         report: Callable[[int, str], None] = lambda done, what: None,
+        ranks: Ranks | None = None,
     ) -> None:
         check_can_be_read_again(data)
-        self._data = data
+        ranks = ranks or Ranks()
+        part = own_part(data, ranks)
+        self._data, self.source = part.data, part.source
         self._passes = 0
         self._device = device
         self._dtype = dtype
         kept: list[Batch] | None = []
-        fixed = is_fixed(data)
+        fixed = is_fixed(self._data)
         used = 0
-        self.num_examples, self.fingerprint = 0, 0
+        self.num_here, self._fingerprint_here = 0, 0
         signature: Signature | None = None
         for batch in self._read():
             batch = batch.to(device)
             _check_finite(batch)
             found = Signature.of(batch.inputs)
             signature = found if signature is None else signature.merge(found)
-            self.num_examples += len(batch)
-            self.fingerprint = _add(self.fingerprint, batch)
-            report(self.num_examples, "read")
+            self.num_here += len(batch)
+            self._fingerprint_here = _add(self._fingerprint_here, batch)
+            report(self.num_here, "read")
             batch = batch.to(device, dtype)
             used += _bytes(batch)
             if kept is not None and not fixed:
                 kept.append(batch)
             if used > budget:
                 kept = None
-        if signature is None or self.num_examples == 0:
+        if signature is None or self.num_here == 0:
             raise DataError("Data: expected at least one example, got none: the data are empty.")
-        self.signature = signature
         self.in_memory = kept is not None
         if not fixed:
             self._check_repeats(report)
         elif kept is not None:
-            kept = [labelled(data).to(device, dtype)]  # the tensors themselves, not a copy
+            kept = [labelled(self._data).to(device, dtype)]  # the tensors themselves, not a copy
         self._kept = None if kept is None else _join(kept, signature)
+        everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature))
+        self.counts = [count for count, _, _ in everywhere]
+        self.num_examples = sum(self.counts)
+        self.fingerprint = sum(fingerprint for _, fingerprint, _ in everywhere) % 2**64
+        self.signature = reduce(Signature.merge, [found for _, _, found in everywhere])
 
     @property
     def is_uniform(self) -> bool:
@@ -80,10 +98,8 @@ class TrainingData:
             for chunk in batch.split(size):
                 count += len(chunk)
                 yield chunk.to(self._device, self._dtype)
-        if count != self.num_examples:
-            raise DataError(
-                f"Data: expected {self.num_examples} examples on every pass, got {count}."
-            )
+        if count != self.num_here:
+            raise DataError(f"Data: expected {self.num_here} examples on every pass, got {count}.")
 
     def _read(self) -> Iterator[Batch]:
         self._passes += 1  # another seed for each: what is random in the data must not be hidden
@@ -97,8 +113,8 @@ class TrainingData:
         for batch in self._read():
             count += len(batch)
             fingerprint = _add(fingerprint, batch.to(self._device))
-            report(count, f"read again, of {self.num_examples}")
-        if (count, fingerprint) != (self.num_examples, self.fingerprint):
+            report(count, f"read again, of {self.num_here}")
+        if (count, fingerprint) != (self.num_here, self._fingerprint_here):
             raise DataError(
                 "Data: expected the same examples on every pass (their order may change), got "
                 "different ones. Turn off random augmentation, sampling with replacement, and "

@@ -34,6 +34,13 @@ class Layer:
             self.exposed or other.exposed,
         )
 
+    def to(self, device: torch.device | str) -> Layer:
+        """The same on a device."""
+        outputs, inputs = (
+            None if mask is None else mask.to(device) for mask in (self.outputs, self.inputs)
+        )
+        return Layer(self.shape, outputs, inputs, self.exposed)
+
     def kept(self) -> Kept:
         """What of it counts."""
         rows = None if self.exposed else _places(self.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
+from deltabars.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -40,6 +42,18 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
             f"memory_budget: expected a whole number of bytes above zero, got {memory_budget!r}."
         )
     return memory_budget
+
+
+def shared_budget(memory_budget: int | None, device: torch.device, ranks: Ranks) -> int:
+    """The same for each of several ranks: what is free is divided by those on one device.
+
+    The least of all ranks, because what one keeps decides for all how far a basis grows.
+    """
+    budget = resolve_budget(memory_budget, device)
+    places = ranks.gather((platform.node(), str(device), budget))
+    alike = [place for place in places if place[:2] == places[ranks.rank][:2]]
+    each = budget if memory_budget is not None else budget // len(alike)
+    return min(ranks.gather(each))
 
 
 def free_bytes(device: torch.device) -> int:

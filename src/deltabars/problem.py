@@ -23,9 +23,10 @@ from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
 from deltabars.likelihoods import Likelihood, read_loss
-from deltabars.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
+from deltabars.memory import DATA, ChunkSize, chunk_within, share, shared_budget
 from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
+from deltabars.ranks import current
 from deltabars.totals import Totals, add_up
 from deltabars.units import Units
 
@@ -86,20 +87,21 @@ class Problem:
     ) -> None:
         loss = read_loss(likelihood)
         self.likelihood = loss.likelihood
+        self.ranks = current()
         network = model
         if not isinstance(network, Network):
             network = Network.capture(network, parameters, device, dtype, deterministic)
         given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
-        self.memory_budget = resolve_budget(memory_budget, self.device)
+        self.memory_budget = shared_budget(memory_budget, self.device, self.ranks)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
                 f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
             )
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
-        self.data = TrainingData(data, self.device, self.dtype, room, report)
+        self.data = TrainingData(data, self.device, self.dtype, room, report, self.ranks)
         with self.network.evaluation(), model_errors():
             first = next(iter(self.chunks(_PROBE)))
             self.num_outputs = self._probe(first)
@@ -108,7 +110,7 @@ class Problem:
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
-            self.units = Units(self.network)
+            self.units = Units(self.network, self.ranks)
             totals = self._read_losses(report)
             self.mean_loss = totals.loss / totals.weight
             self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
@@ -273,6 +275,7 @@ class Problem:
             self.units.watch,
             lambda done: report(done, f"gradient of {self.num_examples}"),
         )
+        totals = totals.over(self.ranks)
         if totals.weight != self.num_examples:
             self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
         return totals

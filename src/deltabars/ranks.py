@@ -98,6 +98,10 @@ class Ranks:
         """Where a mask is set on any rank, in place."""
         return tensor
 
+    def agree_(self, tensor: Tensor) -> Tensor:
+        """A tensor as the first rank has it, in place."""
+        return tensor
+
     def agreed(self, value: Any) -> Any:
         """A small object as the first rank has it."""
         return value
@@ -146,10 +150,14 @@ class _Group(Ranks):
             watch.stop()
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        return self._reduced(tensor, dist.ReduceOp.SUM)
+        return self._sent(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
 
     def any_(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._reduced(tensor.byte(), dist.ReduceOp.MAX).bool())
+        found = self._sent(dist.all_reduce, tensor.byte(), op=dist.ReduceOp.MAX)
+        return tensor.copy_(found.bool())
+
+    def agree_(self, tensor: Tensor) -> Tensor:
+        return self._sent(dist.broadcast, tensor, src=0)
 
     def agreed(self, value: Any) -> Any:
         held = self._tensor(value if self.is_first else None)
@@ -189,11 +197,12 @@ class _Group(Ranks):
         held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         return held if self._device is None else held.to(self._device)
 
-    def _reduced(self, tensor: Tensor, how: Any) -> Tensor:
+    def _sent(self, operation: Any, tensor: Tensor, **options: Any) -> Tensor:
+        """A tensor that an operation changes in place, by way of the device that it needs."""
         held = tensor.contiguous()
         if self._device is not None and held.device.type != "cuda":
             held = held.to(self._device)
-        self._send(dist.all_reduce, held, op=how)
+        self._send(operation, held, **options)
         return tensor if held is tensor else tensor.copy_(held)
 
     def _send(self, operation: Any, *tensors: Tensor, **options: Any) -> None:

@@ -15,12 +15,12 @@ from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
+from deltabars.eigen.shards import ShardedVectors
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
-from deltabars.summation import inner
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
@@ -117,7 +117,7 @@ def solve(
         pairs = _run(operator, options, bar, growth, checkpoint)
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
-        quality = audit(operator, pairs, options.seed)
+        quality = audit(operator.whole_matmat, operator.whole_space, pairs, options.seed)
         warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
@@ -125,6 +125,9 @@ def solve(
             quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
             pairs = replace(pairs, values=pairs.values.clamp(min=floor))
             quality["data_trace"] = operator.data_trace()
+    ranks = operator.problem.ranks
+    if ranks.count > 1:
+        pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, operator.whole_space))
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
@@ -158,17 +161,17 @@ def _run(
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
     if kind == "dense":
-        pairs = eigen.dense(operator, rank, on_step=report)
+        pairs = _own(eigen.dense(operator, rank, on_step=report), operator)
         return pairs if growth is None else _cut(pairs, operator, growth)
     if kind == "arpack":
-        return eigen.arpack(operator, rank, on_step=report, **common)
+        return _own(eigen.arpack(operator, rank, on_step=report, **common), operator)
     if growth is not None:
         common["growth"] = growth
     common["checkpoint"] = checkpoint
-    matrix: CurvatureOperator | _Reached = operator
     places = operator.reached
-    if places is not None and rank + options.smallest <= len(places):
-        matrix = _Reached(operator, len(places))
+    if places is not None and rank + options.smallest > len(places):
+        places = None
+    matrix = _Shared(operator, is_reached=places is not None)
     if kind == "incremental" and isinstance(operator, RowOperator):
         pairs = eigen.incremental_svd(matrix, rank, on_step=report, checkpoint=checkpoint)
     elif isinstance(operator, HessianOperator):
@@ -178,29 +181,42 @@ def _run(
         block = default_block_size(rank) if growth is None else _GROWING_BLOCK
         common["max_vectors"] = _vectors_within(operator, rank, block, growth)
         pairs = eigen.block_krylov(matrix, rank, block_size=block, on_step=report, **common)
-    if places is None or matrix is operator:
+    if places is None:
         return pairs
-    return embed(pairs, places, size, operator.problem.l2)
+    inner_space = operator.reached_space
+    return embed(pairs, places, operator.whole_space, inner_space, operator.problem.l2)
 
 
-class _Reached:
-    """A curvature matrix among the parameters that the examples reach: what solvers work on."""
+class _Shared:
+    """A curvature matrix as solvers work on it: each rank has its own columns of the rows.
 
-    def __init__(self, operator: CurvatureOperator, size: int) -> None:
-        self.shape = (size, size)
+    Args:
+        is_reached: whether it is that among the parameters that the examples reach.
+    """
+
+    def __init__(self, operator: CurvatureOperator, is_reached: bool) -> None:
+        self.space = operator.reached_space if is_reached else operator.whole_space
+        self.shape = (self.space.size, self.space.size)
         self.device, self.dtype = operator.device, operator.dtype
-        self.matmat = operator.reached_matmat
+        self.matmat = operator.reached_matmat if is_reached else operator.whole_matmat
         if isinstance(operator, RowOperator):
-            self.row_blocks = operator.reached_row_blocks
+            self.row_blocks = operator.reached_row_blocks if is_reached else operator.row_blocks
             self.row_scale, self.row_shift = operator.row_scale, operator.row_shift
+
+
+def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
+    """Pairs that every rank has computed, with the columns of this rank."""
+    if operator.problem.ranks.count == 1:
+        return pairs
+    return replace(pairs, vectors=pairs.vectors[:, operator.whole_space.own].clone())
 
 
 def _cut(pairs: EigenPairs, operator: CurvatureOperator, growth: ProbeGrowth) -> EigenPairs:
     """As many of the pairs as are enough."""
     growth.least = pairs.exact_least
-    reached = operator.reached
-    vectors = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
-    return pairs.first(fewest(growth, pairs.values, inner(growth.rows, vectors)) or len(pairs))
+    vectors = operator.picked(pairs.vectors)
+    projections = operator.reached_space.inner(growth.rows, vectors)
+    return pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
 
 
 def _vectors_within(
@@ -212,8 +228,12 @@ def _vectors_within(
     of the memory budget. Vectors of the reached parameters alone are shorter, and there may be more
     of them: what counts is the memory.
     """
-    size, columns = operator.shape[1], operator.problem.num_reached
-    fitting = share(operator.problem.memory_budget, BASIS) // (columns * operator.dtype.itemsize)
+    # Of the rank with the most columns, so that all come to the same number.
+    size, columns = (
+        max(space.columns.widths) for space in (operator.whole_space, operator.reached_space)
+    )
+    row = max(1, columns) * operator.dtype.itemsize
+    fitting = share(operator.problem.memory_budget, BASIS) // row
     if growth is not None:
         return max(fitting, 4 * block_size)
     usual = int(_USUAL_GROWTH * pairs) - 4 * block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import ChunkSize
 from deltabars.network import Network
+from deltabars.ranks import Ranks
 
 Watching = Callable[[Inputs, Mapping[str, Tensor]], AbstractContextManager[Any]]
 
@@ -34,6 +36,12 @@ class Totals:
     loss: float
     weight: float
     gradient: Tensor
+
+    def over(self, ranks: Ranks) -> Totals:
+        """The totals of all ranks."""
+        parts = ranks.gather((self.loss, self.weight))
+        loss, weight = (math.fsum(column) for column in zip(*parts, strict=True))
+        return Totals(loss, weight, ranks.sum_(self.gradient))
 
 
 def add_up(

@@ -23,6 +23,7 @@ from deltabars.inputs import Inputs, leaves
 from deltabars.kept import Kept, Layer
 from deltabars.memory import ran_out
 from deltabars.network import Network, weighted_sum
+from deltabars.ranks import Ranks
 from deltabars.walks import Compact, Watch
 
 # Relative: units that are missed change far more than rounding does, and what it does at kinks.
@@ -32,8 +33,8 @@ _AGREE = {torch.float32: 1e-3, torch.float64: 1e-9}
 class Units:
     """Which units of a network any of the examples switch on."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, network: Network, ranks: Ranks) -> None:
+        self._network, self._ranks = network, ranks
         self._layers: list[Layer] | None = None
         self._route: list[tuple[str, ...]] = []
         self._kept: list[Kept] = []
@@ -67,7 +68,7 @@ class Units:
         To be called when all examples have been watched. From then on silent units are left out,
         if a pass over some inputs without them agrees with one with them.
         """
-        kept = [layer.kept() for layer in self._layers or []]
+        kept = [layer.kept() for layer in self._seen_anywhere()]
         if all(layer.is_all for layer in kept):
             return None
         walks: list[Compact] = []
@@ -83,7 +84,8 @@ class Units:
             if ran_out(error):
                 raise
             part = torch.full_like(whole, torch.inf)
-        if not float((part - whole).norm()) <= _AGREE[whole.dtype] * float(whole.norm()):
+        agree = float((part - whole).norm()) <= _AGREE[whole.dtype] * float(whole.norm())
+        if not all(self._ranks.gather(agree)):
             return None
         self._kept = kept
         everything = {
@@ -92,6 +94,19 @@ class Units:
         }
         used = self._network.parameters.flatten({**everything, **walks[0].used})
         return None if bool(used.all()) else used.nonzero().squeeze(1)
+
+    def _seen_anywhere(self) -> list[Layer]:
+        """What all ranks have seen; nothing where they differ in their way through the network."""
+        own = self._layers or []
+        if self._ranks.count == 1:
+            return own
+        mine = self._route, [layer.to("cpu") for layer in own]
+        (route, merged), *others = self._ranks.gather(mine)
+        for other, layers in others:
+            if other != route or _shapes(layers) != _shapes(merged):
+                return []
+            merged = [a.merge(b) for a, b in zip(merged, layers, strict=True)]
+        return [layer.to(self._network.device) for layer in merged]
 
 
 def _names(trained: Mapping[str, Tensor]) -> dict[int, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from deltabars.errors import BadValueError, MissingDependencyError, ModelError
 from deltabars.memory import KEPT, attempt, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.problem import Problem
+from deltabars.ranks import Columns
+from deltabars.space import Space
 
 _ROWS_AT_ONCE = 64
 
@@ -25,6 +28,10 @@ class CurvatureOperator(ABC):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        ranks = problem.ranks
+        columns = Columns.even(problem.num_parameters, ranks)
+        self.whole_space = Space(problem.num_parameters, ranks, columns)
+        self.reached_space = Space(problem.num_reached, ranks, columns.among(problem.reached))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,16 +62,42 @@ class CurvatureOperator(ABC):
         Cost: one pass over the data.
         """
         self._check_vectors(vectors)
-        total = self._put_back(self._mean(self._pick(vectors)))
-        return total.add_(vectors, alpha=self.problem.l2)
+        total = self.problem.ranks.sum_(self._sum_here(self._pick(vectors)))
+        mean = self._put_back(total.div_(self.problem.num_examples))  # (b, P)
+        return mean.add_(vectors, alpha=self.problem.l2)
+
+    def whole_matmat(self, vectors: Tensor) -> Tensor:
+        """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p).
+
+        Cost: one pass over the data, and two messages where there are other ranks.
+        """
+        return self._shared(vectors, self.whole_space, self._sum_of_all)
 
     def reached_matmat(self, vectors: Tensor) -> Tensor:
-        """The same among the parameters that are reached: (b, P') -> (b, P')."""
-        return self._mean(vectors).add_(vectors, alpha=self.problem.l2)
+        """The same among the parameters that are reached: (b, p') -> (b, p')."""
+        return self._shared(vectors, self.reached_space, self._sum_here)
 
-    def _mean(self, vectors: Tensor) -> Tensor:
+    def _shared(
+        self, vectors: Tensor, space: Space, sum_here: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ranks, columns = space.ranks, space.columns
+        total = sum_here(ranks.all_columns(vectors, columns))
+        mean = ranks.summed_columns(total, columns).div_(self.problem.num_examples)
+        return mean.add_(vectors, alpha=self.problem.l2)
+
+    def _sum_of_all(self, vectors: Tensor) -> Tensor:
+        return self._put_back(self._sum_here(self._pick(vectors)))
+
+    def _sum_here(self, vectors: Tensor) -> Tensor:
         with self.problem.network.evaluation(), model_errors():
-            return self._data_sum(vectors).div_(self.problem.num_examples)
+            return self._data_sum(vectors)
+
+    def picked(self, vectors: Tensor) -> Tensor:
+        """The columns that are reached, of rows (b, p) of the columns that are here."""
+        if self.reached is None:
+            return vectors
+        here = self.reached[self.reached_space.own] - self.whole_space.own.start
+        return vectors.index_select(1, here)
 
     def _pick(self, whole: Tensor) -> Tensor:
         """The columns of (b, P) that are reached: (b, P')."""
@@ -106,7 +139,7 @@ class CurvatureOperator(ABC):
 
     @abstractmethod
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        """Σₙ Aₙ v for each row v of `vectors` (b, P'): the data part, without 1/N and λ."""
+        """Σₙ Aₙ v for each row v of `vectors` (b, P') over the examples that are here."""
 
     def _check_vectors(self, vectors: Tensor) -> None:
         if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
@@ -151,8 +184,8 @@ class RowOperator(CurvatureOperator):
 
     @property
     def num_rows(self) -> int:
-        """How many rows R has."""
-        return self.problem.num_examples * self._rows_per_example
+        """How many rows of R are here."""
+        return self.problem.data.num_here * self._rows_per_example
 
     @property
     def keeps_rows(self) -> bool:
@@ -168,7 +201,7 @@ class RowOperator(CurvatureOperator):
         """The trace of (1/N)·RᵀR: what all its eigenvalues sum up to. Cost: one pass over R."""
         blocks = self.reached_row_blocks()
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
-        return total * self.row_scale
+        return math.fsum(self.problem.ranks.gather(float(total))) * self.row_scale
 
     def row_blocks(self) -> Iterator[Tensor]:
         """R in blocks (n, P), in the order of the data.

@@ -58,7 +58,7 @@ class HessianOperator(CurvatureOperator):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         _load_forward_derivatives()
-        even = _even_chunk(problem.num_examples, problem.chunk_size.value)
+        even = _even_chunk(problem.data.num_here, problem.chunk_size.value)
         self._chunk_size = problem.chunk_size.at_most(even)
         # What each forward pass is run in.
         self._compact = problem.units.compact if problem.units.any_silent else _all_units
@@ -76,7 +76,7 @@ class HessianOperator(CurvatureOperator):
                 return self._pick(self._scaled(total))
             self._kept, self._parts = [], {}
             self.kept_bytes, self._room = 0, self._room // 2
-            self._chunk_size.halve(min(self._chunk_size.value, self.problem.num_examples))
+            self._chunk_size.halve(min(self._chunk_size.value, self.problem.data.num_here))
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         scale = self.problem.network.scale

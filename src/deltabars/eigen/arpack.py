@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from deltabars.eigen.basis import random_rows
 from deltabars.eigen.krylov import OnStep, Run
 from deltabars.eigen.missed import with_missed_copies
 from deltabars.eigen.operators import as_products
@@ -61,7 +60,7 @@ def arpack(
 
     kind = torch.empty(0, dtype=matrix.dtype).numpy().dtype
     generator = torch.Generator().manual_seed(seed)
-    start = random_rows(1, size, generator, torch.device("cpu"), matrix.dtype)
+    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype)
     steps = min(size, max(2 * rank + 1, 20))
     restarts = None if max_products is None else max(1, max_products // (steps - rank))
     try:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from deltabars.eigen.pairs import EigenPairs, default_tolerance, residual_scale
 from deltabars.errors import ConvergenceWarning
-from deltabars.summation import inner
+from deltabars.space import Space
 
 _FAR = 10  # times: the random signs of a measurement never make that much by themselves
 _ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long sum can be off by
 
 
-def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
+def audit(
+    matmat: Callable[[Tensor], Tensor], space: Space, pairs: EigenPairs, seed: int = 0
+) -> dict[str, float]:
     """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
+
+    Args:
+        matmat: products of the matrix with rows (b, p) of the columns that are here.
+        space: that they are in.
+        pairs: with vectors (K, p).
+        seed: of the signs.
 
     For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
     its mean square is the sum of theirs.
@@ -28,12 +37,12 @@ def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
         rounding of a product.
     """
     vectors = pairs.vectors
-    gram = inner(vectors, vectors)
+    gram = space.inner(vectors, vectors)
     gram.diagonal().sub_(1.0)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
     signs = signs.to(vectors.device, vectors.dtype)
-    image = operator.matmat((signs @ vectors)[None])[0]
+    image = matmat((signs @ vectors)[None])[0]
     rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
     usual = default_tolerance(vectors.dtype)
     tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
@@ -45,7 +54,7 @@ def audit(operator: Any, pairs: EigenPairs, seed: int = 0) -> dict[str, float]:
     return {
         "orthogonality": float(gram.abs().max()),
         "orthogonality_limit": _FAR * usual,
-        "residual_rms": float(rest.norm()) / len(pairs) ** 0.5,
+        "residual_rms": float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5,
         "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
         "largest_residual": float(pairs.residuals.max()),
     }

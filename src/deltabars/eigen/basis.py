@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltabars.space import Space
 from deltabars.summation import inner
 
 _COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
@@ -16,28 +17,28 @@ class Basis:
     """Orthonormal rows, kept in panels so that growing copies nothing.
 
     Args:
-        width: P.
+        space: that they are in; of each row its own columns are here, (p,).
         first_panel: rows of the first panel; `keep` leaves what it keeps there if it fits.
-        locked: orthonormal rows (L, P) that all others are orthogonal to; they do not count.
+        locked: orthonormal rows (L, p) that all others are orthogonal to; they do not count.
     """
 
     def __init__(
         self,
-        width: int,
+        space: Space,
         first_panel: int,
         device: torch.device,
         dtype: torch.dtype,
         locked: Tensor | None = None,
     ) -> None:
         self._device, self._dtype = device, dtype
-        self._width = width
+        self.space = space
         self._first_panel = first_panel
         self._panels: list[Tensor] = []
         self._locked = [] if locked is None else [locked]
         self.rows = 0
 
     def append(self, block: Tensor) -> None:
-        """Add rows (b, P) that are orthonormal to one another and to all rows so far."""
+        """Add rows (b, p) that are orthonormal to one another and to all rows so far."""
         while block.shape[0]:
             room = sum(panel.shape[0] for panel in self._panels) - self.rows
             if room == 0:
@@ -51,9 +52,17 @@ class Basis:
             block = block[part.shape[0] :]
 
     def remove_from(self, vectors: Tensor) -> None:
-        """Subtract from each row of `vectors` its projection on the basis, once, in place."""
-        for panel in [*self._locked, *self._filled()]:
-            vectors.addmm_(inner(vectors, panel).to(self._dtype), panel, alpha=-1)
+        """Subtract from each row of `vectors` its projection on the basis, once, in place.
+
+        Cost: one message.
+        """
+        panels = [*self._locked, *self._filled()]
+        if not panels:
+            return
+        parts = self.space.sum_(torch.cat([inner(vectors, panel) for panel in panels], dim=1))
+        sizes = [len(panel) for panel in panels]
+        for part, panel in zip(parts.split(sizes, dim=1), panels, strict=True):
+            vectors.addmm_(part.to(self._dtype), panel, alpha=-1)
 
     def keep(self, coefficients: Tensor) -> None:
         """Replace the m rows by k ≤ m combinations of them, for coefficients (m, k) in float64.
@@ -61,10 +70,10 @@ class Basis:
         In place, some columns at a time: no second copy of the basis is made.
         """
         mixing = coefficients.T.to(self._device, self._dtype)
-        squares = torch.zeros(len(mixing), device=self._device, dtype=torch.float64)
+        squares = torch.zeros(len(mixing), device=self._device, dtype=torch.float64)  # (k,)
         filled = self._filled()
         step = _COLUMNS_AT_ONCE.get(self._device.type, _COLUMNS_AT_ONCE_ELSEWHERE)
-        for start in range(0, self._width, step):
+        for start in range(0, self.space.width, step):
             columns = slice(start, start + step)
             mixed = inner(mixing, torch.cat([panel[:, columns] for panel in filled]).T)
             squares += mixed.square().sum(1)
@@ -78,7 +87,7 @@ class Basis:
         while sum(panel.shape[0] for panel in self._panels[:needed]) < self.rows:
             needed += 1
         del self._panels[needed:]
-        lengths = squares.sqrt().to(self._dtype).unsqueeze(1)
+        lengths = self.space.sum_(squares).sqrt().to(self._dtype).unsqueeze(1)
         for panel, length in zip(
             self._filled(), lengths.split([len(rows) for rows in self._filled()]), strict=True
         ):
@@ -103,7 +112,7 @@ class Basis:
         return filled[0] if len(filled) == 1 else torch.cat(filled)
 
     def _empty(self, rows: int) -> Tensor:
-        return torch.empty(rows, self._width, device=self._device, dtype=self._dtype)
+        return torch.empty(rows, self.space.width, device=self._device, dtype=self._dtype)
 
     def _filled(self) -> list[Tensor]:
         if not self._panels:
@@ -112,28 +121,33 @@ class Basis:
         return [*self._panels[:-1], self._panels[-1][: self.rows - before]]
 
 
-def orthonormalise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace rows W (b, P) by orthonormal V with W = R·V: R (b, b), and the strengths (b,).
+def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
+    """Replace rows W (b, p) by orthonormal V with W = R·V: R (b, b), and the strengths (b,).
 
     The strengths are the singular values of W, descending; directions weaker than the rounding
     errors of the strongest come out with strengths of about zero, and are not orthonormal.
 
     From inner products, which are a few matrix products where a QR factorisation of long rows is
     slow: the first round makes W well conditioned, the second one orthonormal. In place.
+    Cost: two messages, and up to three small ones where b > 1.
     """
     floor = torch.finfo(rows.dtype).eps ** 0.5
-    turn, strengths = _principal(inner(rows, rows).cpu())
+    turn, strengths = _principal(space.inner(rows, rows).cpu(), space)
     least = floor * float(strengths[0]) or 1.0
     scale = strengths.clamp(min=least)
     _mix(turn / scale, rows)  # W = (turn·scale)·rows
     factor = turn * scale
-    gram = inner(rows, rows).cpu()
+    gram = space.inner(rows, rows).cpu()
     if float(strengths[-1]) > least:
         lower = torch.linalg.cholesky(gram)  # rows = lower·(orthonormal)
         _mix(_inverse(lower).T, rows)
         return factor @ lower, strengths
-    turn, lengths = _principal(gram)
+    turn, lengths = _principal(gram, space)
     left, strengths, right = torch.linalg.svd(factor @ (turn * lengths))
+    left, strengths, right = space.agree_(torch.cat([left, strengths[None], right])).split(
+        [len(left), 1, len(right)]
+    )
+    strengths = strengths[0]
     _mix((turn / lengths.clamp(min=floor)) @ right.T, rows)
     return left * strengths, strengths
 
@@ -154,12 +168,12 @@ def extend(
     """
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
     basis.remove_from(vectors)
-    coupling, strengths = orthonormalise(vectors)
+    coupling, strengths = orthonormalise(vectors, basis.space)
     rows = vectors[: min(count, int((strengths > noise).sum()))]
     coupling = coupling[:, : rows.shape[0]]
     if rows.shape[0]:
         basis.remove_from(rows)
-        turn, left = orthonormalise(rows)
+        turn, left = orthonormalise(rows, basis.space)
         real = int((left > 0.5).sum())  # a unit vector that shrinks was in the basis already
         rows, coupling = rows[:real], (coupling @ turn)[:, :real]
     missing = count - rows.shape[0]
@@ -168,9 +182,12 @@ def extend(
     return rows, torch.cat([coupling, coupling.new_zeros(coupling.shape[0], missing)], dim=1)
 
 
-def _principal(gram: Tensor) -> tuple[Tensor, Tensor]:
+def _principal(gram: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     """Eigenvectors (columns) of a Gram matrix and the roots of its eigenvalues, descending."""
     values, columns = torch.linalg.eigh(gram)
+    if len(gram) > 1:
+        found = space.agree_(torch.cat([columns, values[None]]))
+        columns, values = found[:-1], found[-1]
     return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
 
 
@@ -187,20 +204,14 @@ def _inverse(lower: Tensor) -> Tensor:
 
 
 def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Random orthonormal rows (count, P), orthogonal to the basis and to `rows`."""
-    fresh = random_rows(count, rows.shape[1], generator, rows.device, rows.dtype)
+    """Random orthonormal rows (count, p), orthogonal to the basis and to `rows`."""
+    space = basis.space
+    fresh = space.random_rows(count, generator, rows.device, rows.dtype)
     for _ in range(3):  # each pass on unit rows: what little room is left is found by the second
         basis.remove_from(fresh)
-        fresh -= inner(fresh, rows).to(rows.dtype) @ rows
-        orthonormalise(fresh)
+        fresh -= space.inner(fresh, rows).to(rows.dtype) @ rows
+        orthonormalise(fresh, space)
     return fresh
-
-
-def random_rows(
-    count: int, width: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Standard normal rows (count, width), the same ones on every device."""
-    return torch.randn(count, width, generator=generator, dtype=torch.float32).to(device, dtype)
 
 
 def default_block_size(rank: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen.projected import Ritz
-from deltabars.summation import inner
+from deltabars.space import Space
 
 
 class Growth(Protocol):
@@ -16,7 +16,7 @@ class Growth(Protocol):
 
     @property
     def rows(self) -> Tensor:
-        """The rows (m, P) whose projections are followed."""
+        """The rows (m, p) whose projections are followed."""
 
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
         """Whether the eigenvalues (k,), descending, and `rows`·Qᵀ (m, k) will do; both float64."""
@@ -31,13 +31,13 @@ class Growth(Protocol):
 class Followed:
     """The projections of rows on a basis, kept up while it grows. Cost: m·P operations a vector."""
 
-    def __init__(self, growth: Growth) -> None:
-        self._growth = growth
+    def __init__(self, growth: Growth, space: Space) -> None:
+        self._growth, self._space = growth, space
         self._parts: list[Tensor] = []
 
     def append(self, block: Tensor) -> None:
-        """Take in new rows (b, P) of the basis."""
-        self._parts.append(inner(self._growth.rows, block))
+        """Take in new rows (b, p) of the basis."""
+        self._parts.append(self._space.inner(self._growth.rows, block))
 
     def fewest(self, ritz: Ritz, count: int) -> int | None:
         """How many of the `count` largest Ritz pairs will do; None where they do not."""

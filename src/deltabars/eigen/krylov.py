@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis, default_block_size, extend, random_rows
+from deltabars.eigen.basis import Basis, default_block_size, extend
 from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.missed import with_missed_copies
 from deltabars.eigen.operators import _Products, as_products
@@ -36,7 +36,6 @@ from deltabars.eigen.restarting import Patience, found_pairs, to_keep
 from deltabars.eigen.resuming import Course, Position
 from deltabars.eigen.states import Checkpoint
 from deltabars.errors import BadValueError
-from deltabars.summation import inner
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
 
@@ -203,16 +202,16 @@ class Run:
         locked: Tensor | None = None,
         growth: Growth | None = None,
     ) -> EigenPairs:
-        """The largest pairs of the matrix on the orthogonal complement of `locked` (L, P)."""
-        size, device, dtype = self.matrix.shape[0], self.matrix.device, self.matrix.dtype
-        basis = Basis(size, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
-        followed = None if growth is None else Followed(growth)
-        projected = Projected(device)
-        room = size - (0 if locked is None else locked.shape[0])
+        """The largest pairs of the matrix on the orthogonal complement of `locked` (L, p)."""
+        space, device, dtype = self.matrix.space, self.matrix.device, self.matrix.dtype
+        basis = Basis(space, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
+        followed = None if growth is None else Followed(growth, space)
+        projected = Projected(device, space)
+        room = space.size - (0 if locked is None else locked.shape[0])
         block_size = min(block_size, room)
         at = self.course.take_up(basis, projected, followed, block_size)
         if at is None:
-            start = random_rows(block_size, size, self.generator, device, dtype)
+            start = space.random_rows(block_size, self.generator, device, dtype)
             block, _ = extend(basis, start, block_size, 0.0, self.generator)
             del start
             norm, least, converged, patience = 0.0, math.inf, 0, Patience()
@@ -225,8 +224,8 @@ class Run:
             basis.append(block)
             if followed is not None:
                 followed.append(block)
-            image = self.matrix.matmat(block)  # (b, P)
-            middle = inner(block, image).cpu()
+            image = self.matrix.matmat(block)  # (b, p)
+            middle = space.inner(block, image).cpu()
             del block  # the basis has it
             norm = max(norm, float(middle.abs().max()))
             width = min(block_size, room - basis.rows)

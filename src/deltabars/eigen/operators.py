@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
+from deltabars.space import Space
 
 
 @runtime_checkable
@@ -30,7 +31,9 @@ class _Products:
         function: Callable[[Tensor], Tensor],
         device: torch.device,
         dtype: torch.dtype,
+        space: Space | None = None,
     ) -> None:
+        self.space = space or Space(size)
         self.shape = (size, size)
         self.device = device
         self.dtype = dtype
@@ -56,7 +59,8 @@ def as_products(matrix: Any) -> _Products:
         matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
             LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
             curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
-            are float64 on the CPU.
+            are float64 on the CPU. One with a `space` (see `deltabars.space`) takes and gives rows
+            of the columns that are here.
     """
     shape = tuple(getattr(matrix, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
@@ -65,7 +69,8 @@ def as_products(matrix: Any) -> _Products:
     dtype = torch.float32 if single else torch.float64
     own = getattr(matrix, "device", None)
     device = own if isinstance(own, torch.device) else torch.device("cpu")
-    return _Products(int(shape[0]), _row_function(matrix, device, dtype), device, dtype)
+    function = _row_function(matrix, device, dtype)
+    return _Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
 
 
 def _row_function(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.space import Space
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
@@ -113,27 +114,32 @@ class EigenPairs:
         )
 
 
-def embed(pairs: EigenPairs, places: Tensor, size: int, elsewhere: float) -> EigenPairs:
-    """The eigenpairs of a matrix (size, size) that is A at some places and `elsewhere`·I beyond.
+def embed(
+    pairs: EigenPairs, places: Tensor, space: Space, inner_space: Space, elsewhere: float
+) -> EigenPairs:
+    """The eigenpairs of a matrix (P, P) that is A at some places and `elsewhere`·I beyond.
 
     Args:
         pairs: of A, as many as are wanted.
         places: where the rows and columns of A are, ascending.
-        size: of the larger matrix.
+        space: of the larger matrix.
+        inner_space: of A.
         elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
     """
-    count, others = len(pairs), size - len(places)
+    count, others = len(pairs), space.size - len(places)
+    here = places[inner_space.own] - space.own.start
     first = int((pairs.values >= elsewhere).sum())
     units = min(count - first, others)  # they come before eigenvalues that are lower
     last = count - first - units
-    vectors = pairs.vectors.new_zeros(count, size)
-    vectors[:first, places] = pairs.vectors[:first]
-    vectors[first + units :, places] = pairs.vectors[first : first + last]
+    vectors = pairs.vectors.new_zeros(count, space.width)
+    vectors[:first, here] = pairs.vectors[:first]
+    vectors[first + units :, here] = pairs.vectors[first : first + last]
     if units:
-        free = torch.ones(size, dtype=torch.bool, device=places.device)
+        free = torch.ones(space.size, dtype=torch.bool, device=places.device)
         free[places] = False
-        rows = torch.arange(first, first + units, device=places.device)
-        vectors[rows, free.nonzero()[:units, 0]] = 1.0
+        spots = free.nonzero()[:units, 0] - space.own.start
+        mine = ((spots >= 0) & (spots < space.width)).nonzero()[:, 0]
+        vectors[first + mine, spots[mine]] = 1.0
 
     def with_units(old: Tensor, new: float) -> Tensor:
         return torch.cat([old[:first], old.new_full((units,), new), old[first : first + last]])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen.pairs import lower_scale, residual_scale
+from deltabars.space import Space
 
 _WORTH_A_TRIP = 256  # rows: from there on the device of the matrix is faster than the CPU
 
@@ -54,7 +55,8 @@ class Projected:
         size: the number of rows of T.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, space: Space) -> None:
+        self._ranks = space.ranks
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._space = torch.zeros(0, 0, dtype=torch.float64)  # T is its upper left part
         self._coupling = torch.zeros(0, 0, dtype=torch.float64)
@@ -81,7 +83,7 @@ class Projected:
     def ritz(self) -> Ritz:
         """The Ritz pairs, with their residual norms through the coupling. Cost: m³."""
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
-        values, coordinates = torch.linalg.eigh(self._matrix.to(here))
+        values, coordinates = map(self._ranks.agree_, torch.linalg.eigh(self._matrix.to(here)))
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
         norms = (self._coupling.T @ last).norm(dim=0)
         return Ritz(values.cpu(), coordinates, norms)

@@ -135,7 +135,7 @@ class Course:
         if "found" in state.rows:
             device = self.matrix.device
             parts = {name: state.tensors[f"found.{name}"].to(device) for name in _SMALL_PARTS}
-            shape = len(parts["values"]), self.matrix.shape[1]
+            shape = len(parts["values"]), self.matrix.space.width
             vectors = torch.empty(shape, device=device, dtype=self.matrix.dtype)
             fill(vectors, state.rows["found"])
             statistics = {LEAST_RITZ: float(state.tensors["found.least"])}
@@ -190,6 +190,6 @@ def with_errors(work: Any, *arguments: Any) -> Any:
 
 
 def _checked(rows: Tensor, matrix: _Products) -> Tensor:
-    if rows.ndim != 2 or rows.shape[1] != matrix.shape[1] or rows.dtype != matrix.dtype:
+    if rows.ndim != 2 or rows.shape[1] != matrix.space.width or rows.dtype != matrix.dtype:
         raise ValueError("rows of another shape or type")
     return rows

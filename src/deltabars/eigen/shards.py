@@ -1,0 +1,61 @@
+"""Eigenvectors of which each rank has its own columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deltabars.ranks import Columns
+from deltabars.space import Space
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedVectors:
+    """Rows (K, P) in a space that is shared out between ranks.
+
+    What is asked of them is asked by all ranks at once.
+
+    Attributes:
+        part: the columns that are here, (K, p).
+        space: ℝᴾ.
+    """
+
+    part: Tensor
+    space: Space
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, P)."""
+        return (len(self.part), self.space.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers."""
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.part.device
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def first(self, count: int) -> ShardedVectors:
+        """The first rows."""
+        return replace(self, part=self.part[:count])
+
+    def columns(self, places: slice) -> Tensor:
+        """Some of the columns on every rank, (K, n). Cost: one message."""
+        start, stop, _ = places.indices(self.space.size)
+        bounds = [min(max(bound, start), stop) - start for bound in self.space.columns.bounds]
+        wanted = Columns(tuple(bounds), self.space.columns.rank)
+        shift = start - self.space.own.start
+        own = self.part[:, slice(wanted.own.start + shift, wanted.own.stop + shift)]
+        return self.space.ranks.all_columns(own, wanted)
+
+    def whole(self) -> Tensor:
+        """All of them on every rank, (K, P)."""
+        return self.columns(slice(None))

@@ -1,0 +1,65 @@
+"""The space that eigenvectors are in, whole or shared out between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deltabars.ranks import Columns, Ranks
+from deltabars.summation import inner
+
+
+@dataclass(frozen=True)
+class Space:
+    """ℝᴾ, of which each rank has a range of the columns.
+
+    Attributes:
+        size: P.
+        ranks: who it is shared out between; nobody else by default.
+        columns: which columns each of them has.
+    """
+
+    size: int
+    ranks: Ranks = field(default_factory=Ranks)
+    columns: Columns = field(default_factory=lambda: Columns(()))
+
+    @property
+    def own(self) -> slice:
+        """The columns that are here."""
+        return self.columns.own if self.ranks.count > 1 else slice(0, self.size)
+
+    @property
+    def width(self) -> int:
+        """How many they are."""
+        return self.own.stop - self.own.start
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """The products a bᵀ of rows (n, p) and (m, p), summed over all columns: (n, m), float64.
+
+        Cost: one message.
+        """
+        return self.ranks.sum_(inner(a, b))
+
+    def sum_(self, parts: Tensor) -> Tensor:
+        """Numbers that each rank has a part of, in place."""
+        return self.ranks.sum_(parts)
+
+    def agree_(self, found: Tensor) -> Tensor:
+        """A small result as the first rank has it, in place.
+
+        The last bits of a decomposition may differ from machine to machine, and where eigenvalues
+        repeat, its vectors differ with them.
+        """
+        return found if found.numel() == 1 else self.ranks.agree_(found)
+
+    def random_rows(
+        self, count: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Standard normal rows (count, p): the same ones on every device and for any ranks."""
+        rows = torch.empty(count, self.width, device=device, dtype=dtype)
+        for row in rows:
+            whole = torch.randn(self.size, generator=generator, dtype=torch.float32)
+            row.copy_(whole[self.own])
+        return rows
