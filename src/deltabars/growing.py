@@ -21,6 +21,7 @@ from deltabars.network import model_errors
 from deltabars.problem import Problem
 from deltabars.scoring import read_inputs
 from deltabars.summation import inner
+from deltabars.vectors import chosen, whole
 
 _DEFAULT_TOLERANCE = 0.05
 
@@ -115,7 +116,7 @@ class Probe:
             share = _OPG_SHARE if estimator == "sandwich" else 1.0
             return ProbeGrowth(self, matrix, share * self.tolerance, self.rows)
         reached = self.problem.reached
-        known = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
+        known = whole(chosen(pairs.vectors, reached))
         rows = torch.cat([self.rows, known])
         seen = inner(self.rows, known)
         return ProbeGrowth(self, "sandwich", self.tolerance, rows, pairs.values, seen)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -20,6 +21,9 @@ Result = TypeVar("Result")
 _NOMINAL = {"cpu": 1 << 28}
 _NOMINAL_ELSEWHERE = 1 << 34
 
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 # What may take which part of the budget. Together they make up the whole.
 DATA, KEPT, BASIS, CHUNK = "data", "kept between products", "Krylov basis", "chunk"
@@ -40,6 +44,21 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
             f"memory_budget: expected a whole number of bytes above zero, got {memory_budget!r}."
         )
     return memory_budget
+
+
+def read_bytes(given: Any, name: str) -> int:
+    """A number of bytes: 8000000000, "8GB", "500MiB".
+
+    Raises:
+        BadValueError: it is none, or not above zero.
+    """
+    found = _BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        given = int(float(found[1]) * base ** _POWERS[found[2].lower()])
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise BadValueError(f"{name}: expected bytes, such as 8GB or 500MiB, got {given!r}.")
+    return given
 
 
 def free_bytes(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
-from deltabars.summation import inner
+from deltabars.vectors import chosen, products
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
@@ -199,8 +199,8 @@ def _cut(pairs: EigenPairs, operator: CurvatureOperator, growth: ProbeGrowth) ->
     """As many of the pairs as are enough."""
     growth.least = pairs.exact_least
     reached = operator.reached
-    vectors = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
-    return pairs.first(fewest(growth, pairs.values, inner(growth.rows, vectors)) or len(pairs))
+    vectors = chosen(pairs.vectors, reached)
+    return pairs.first(fewest(growth, pairs.values, products(growth.rows, vectors)) or len(pairs))
 
 
 def _vectors_within(

@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.vectors import first
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
+ROUNDING = "storage_rounding"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +26,8 @@ class EigenPairs:
 
     Attributes:
         values: the eigenvalues, descending, (K,), float64.
-        vectors: the eigenvectors, orthonormal rows, (K, P).
+        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or `vectors.Vectors` where
+            they stay in files or in the memory of the CPU, or are sharded over processes.
         residuals: ‖Aq − λq‖ for each pair, over `residual_scale(values)`, (K,), float64.
         smallest: eigenvalues known from the lower end of the spectrum, ascending, (m,), float64.
             They need not be next to one another unless the solver was asked for them.
@@ -32,7 +36,7 @@ class EigenPairs:
     """
 
     values: Tensor
-    vectors: Tensor
+    vectors: Tensor | Any
     residuals: Tensor
     smallest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
     smallest_residuals: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
@@ -58,6 +62,11 @@ class EigenPairs:
     def slack(self) -> float:
         """How much too low the values can be, beyond rounding: what incremental SVD discarded."""
         return float(self.statistics.get(DISCARDED, 0.0))
+
+    @property
+    def rounding(self) -> float:
+        """‖Q̃ − Q‖₂: how far rounded vectors Q̃ are from those that were computed, Q."""
+        return float(self.statistics.get(ROUNDING, 0.0))
 
     @property
     def exact_least(self) -> float | None:
@@ -95,7 +104,7 @@ class EigenPairs:
         return replace(
             self,
             values=self.values[:count],
-            vectors=self.vectors[:count].clone(),
+            vectors=_first(self.vectors, count),
             residuals=self.residuals[:count],
             smallest=torch.cat([self.smallest, self.values[count:].flip(0)]),
             smallest_residuals=torch.cat([self.smallest_residuals, self.residuals[count:].flip(0)]),
@@ -111,6 +120,11 @@ class EigenPairs:
             smallest=self.smallest.to(device),
             smallest_residuals=self.smallest_residuals.to(device),
         )
+
+
+def _first(vectors: Any, count: int) -> Any:
+    found = first(vectors, count)
+    return found.clone() if isinstance(found, Tensor) else found
 
 
 def embed(pairs: EigenPairs, places: Tensor, size: int, elsewhere: float) -> EigenPairs:
