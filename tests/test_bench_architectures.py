@@ -47,7 +47,9 @@ def cifar10(tmp_path_factory):
 def check(found, said, *names):
     assert list(found["raw"]) == list(names)
     for name in names:
-        assert set(found["raw"][name]) == QUALITY
+        raw = dict(found["raw"][name])
+        check_storage(raw.pop("storage"))
+        assert set(raw) == QUALITY
         measures = [m for m in found["measures"] if m["what"].startswith(f"{name}: ")]
         texts = [measure["what"].partition(": ")[2] for measure in measures]
         assert {"training", "fit, K=3", "4 images"} <= set(texts)
@@ -63,6 +65,23 @@ def check(found, said, *names):
         for measure in measures:
             assert any(line.startswith(measure["what"]) for line in said)
         assert any(line.startswith(f"{name}: ") and "mean std" in line for line in said)
+
+
+def check_storage(found):
+    assert found["images"] == 4
+    for name, loss in (("float32", 1e-6), ("bfloat16", 2**-8), ("float16", 2**-11)):
+        part = found[name]
+        assert part["files"] > 2
+        assert part["bytes"] > 0
+        assert part["largest change of score"] <= loss
+        assert part["loss"]["opg"]["dtype"] == name
+        assert part["loss"]["opg"].get("norm", 0) <= 1.01 * loss
+        assert part["largest score outside the interval"] <= 0
+        assert {"Spearman of scores", "AUROC by score", "median score_error / score"} <= set(part)
+        for kind in ("offloaded", "small device"):
+            assert part[kind]["seconds"] > 0
+            assert part[kind]["load seconds"] > 0
+    assert found["float32"]["bytes"] > found["bfloat16"]["bytes"]
 
 
 class TestArchitectures:

@@ -149,7 +149,7 @@ def rewrite_header(path, change):
 
 def test_a_newer_format_is_refused_as_such(path, dense_case):
     rewrite_header(path, lambda header: header.update(format=storage.FORMAT_VERSION + 1))
-    with pytest.raises(FormatVersionError, match="format 3; this version of deltabars reads up"):
+    with pytest.raises(FormatVersionError, match="format 4; this version of deltabars reads up"):
         deltabars.load(path, dense_case.model)
 
 

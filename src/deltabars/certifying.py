@@ -26,6 +26,7 @@ from deltabars.prediction import Prediction
 from deltabars.problem import Problem
 from deltabars.progress import Progress
 from deltabars.scoring import read_inputs
+from deltabars.vectors import chosen, combined, projected
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -104,11 +105,10 @@ class _Solver:
         # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
         self.share = 1.0 / (fit.noise or 1.0) ** 2 if name == "opg" else 1.0
         pairs = fit.pairs_of(name)
-        vectors, reached = pairs.vectors, problem.reached
-        self.vectors = vectors if reached is None else vectors.index_select(1, reached)  # (K, P')
+        self.vectors = chosen(pairs.vectors, problem.reached)  # (K, P')
         tail = Tail.after(pairs.values, fit.rank, fit.level, fit.num_parameters)
         self.inverse_tail = 1.0 / tail.harmonic_mean
-        self.weights = (1.0 / pairs.values - self.inverse_tail).to(vectors.dtype)
+        self.weights = (1.0 / pairs.values - self.inverse_tail).to(self.vectors.dtype)
 
     def predict(self, inputs: Any, space: str, batch_size: int | None) -> Prediction:
         fit, parts, wide = self.fit, [], 0
@@ -192,8 +192,10 @@ class _Solver:
 
     def _precondition(self, rows: Tensor) -> Tensor:
         """Σ̃ of the fit, times N: exact on the eigenvectors, the tail's middle elsewhere."""
-        inside = (rows @ self.vectors.T) * self.weights
-        return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
+        inside = projected(rows, self.vectors) * self.weights
+        if isinstance(self.vectors, Tensor):
+            return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
+        return combined(inside, self.vectors) + self.inverse_tail * rows
 
 
 def _spread(low: Tensor, high: Tensor) -> Spread:

@@ -27,5 +27,6 @@ def covariance_of(fit: DeltaFit, estimator: str, rank: int, full_rank: bool) -> 
         overlap=fit.overlap if both else None,
         least_hessian=fit.spectra["hessian"].exact_least if both else None,
         slacks={name: pairs.slack for name, pairs in known.items()},
+        roundings={name: pairs.rounding for name, pairs in known.items()},
         full_rank=full_rank,
     )

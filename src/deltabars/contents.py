@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen import EigenPairs
+from deltabars.eigen.pairs import ROUNDING
+from deltabars.rounding import DTYPES
+from deltabars.vectors import PartedVectors
 
 _LONGEST_NAME = 200
 _MOST_DIMENSIONS = 25
@@ -55,13 +58,34 @@ def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
         count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
         _expect(0 < count <= size and count + lower <= size, f"{name}.values")
         for field, shape in {
-            "values": (count,), "vectors": (count, size), "residuals": (count,),
+            "values": (count,), "residuals": (count,),
             "smallest": (lower,), "smallest_residuals": (lower,),
         }.items():  # fmt: skip
             tensor: Tensor = getattr(pairs, field)
             real = tensor.dtype in (torch.float32, torch.float64)
             _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
             _expect(bool(tensor.isfinite().all()), f"{name}.{field}")
+        _check_vectors(name, pairs.vectors, (count, size))
+        _expect(0 <= pairs.rounding < math.inf, f"{name}.{ROUNDING}")
+
+
+def check_overlap(overlap: Tensor, shape: tuple[int, int]) -> None:
+    """Refuse inner products of eigenvectors of another shape, or beyond what those can be.
+
+    Raises:
+        ValueError: they are.
+    """
+    right = tuple(overlap.shape) == shape and overlap.dtype == torch.float64
+    _expect(right and bool((overlap.abs() < 2).all()), "overlap")
+
+
+def _check_vectors(name: str, vectors: Any, shape: tuple[int, int]) -> None:
+    assert isinstance(vectors, PartedVectors)
+    _expect(vectors.shape == shape, f"{name}.vectors")
+    for part in vectors.parts:
+        # Row by row: a file of them may be larger than the memory.
+        fits = part.rows.dtype in DTYPES.values() and len(part.rows) == shape[0]
+        _expect(fits and all(bool(row.isfinite().all()) for row in part.rows), f"{name}.vectors")
 
 
 def _check_inputs(raw: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ class TrainingData:
         check_can_be_read_again(data)
         ranks = ranks or Ranks()
         part = own_part(data, ranks)
-        self._data, self.source = part.data, part.source
+        self._data, self.source, self._rank = part.data, part.source, ranks.rank
         self._passes = 0
         self._device = device
         self._dtype = dtype
@@ -90,6 +90,14 @@ class TrainingData:
     def is_uniform(self) -> bool:
         """Whether every pass gives the same chunks, of one shape (but for the last)."""
         return self._kept is not None and len(self._kept) == 1
+
+    def here(self, numbers: Tensor) -> Tensor:
+        """Of examples by their numbers among all those that are here, by their numbers here."""
+        if self.source == "split":  # dealt out in turn
+            count = len(self.counts)
+            return numbers[numbers % count == self._rank] // count
+        start = sum(self.counts[: self._rank])
+        return numbers[(numbers >= start) & (numbers < start + self.num_here)] - start
 
     def chunks(self, size: int) -> Iterator[Batch]:
         """One pass over all examples, on the device, at most `size` at a time."""

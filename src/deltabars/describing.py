@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deltabars.drawing import draw_fit
 from deltabars.markup import html_table, paragraph
 
 if TYPE_CHECKING:
     from deltabars.decay import L2
     from deltabars.fitted import DeltaFit
+
+
+class Shown:
+    """How a fit shows itself: as text, in a notebook, and drawn."""
+
+    def __repr__(self: Any) -> str:
+        return describe(self)
+
+    def _repr_html_(self: Any) -> str:
+        return describe_in_html(self)
+
+    def plot_spectrum(self: Any, ax: Any = None) -> Any:
+        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
+
+        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        """
+        return draw_fit(self, ax)
 
 
 def describe(fit: DeltaFit) -> str:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from deltabars.certifying import certify
 from deltabars.choosing import covariance_of
-from deltabars.copies import reduced
+from deltabars.copies import offloaded, reduced
 from deltabars.covariance import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.decay import L2, Decay
-from deltabars.describing import describe, describe_in_html
-from deltabars.drawing import draw_fit
+from deltabars.describing import Shown
 from deltabars.effective import effective_parameters, effective_parameters_interval
 from deltabars.eigen import EigenPairs
 from deltabars.inputs import Signature
@@ -28,14 +27,14 @@ from deltabars.noise import at_noise, with_noise
 from deltabars.predicting import predict
 from deltabars.prediction import Prediction
 from deltabars.sampling import sample
-from deltabars.saving import save
+from deltabars.saving import MAX_FILE_SIZE, save
 from deltabars.shifting import with_l2
-from deltabars.summation import inner
 from deltabars.tuning import Tuning, tune_l2
+from deltabars.vectors import products
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaFit:
+@dataclass(frozen=True, eq=False, repr=False)
+class DeltaFit(Shown):
     """The eigenpairs of a trained network's curvature, ready to put error bars on predictions.
 
     Immutable: the weights are those of the moment of the fit, whatever happens to the model.
@@ -62,6 +61,7 @@ class DeltaFit:
     weights: str  # the fingerprint of the model's state
     memory_budget: int | None = None
     progress: bool = True
+    known_overlap: Tensor | None = None  # of the eigenvectors before they were rounded
     _covariances: dict[tuple[str, int, bool], Covariance] = field(default_factory=dict, repr=False)
 
     @property
@@ -250,22 +250,25 @@ class DeltaFit:
         """
         return sample(self, n, seed, full_rank)
 
-    def save(self, path: Any) -> None:
-        """Write the fit to one file; read it again with `deltabars.load(path, model)`."""
-        save(self, path)
+    def save(
+        self, path: Any, *, dtype: Any = None, max_file_size: int | str = MAX_FILE_SIZE
+    ) -> None:
+        """Write the fit; read it again with `deltabars.load(path, model)`.
 
-    def __repr__(self) -> str:
-        return describe(self)
-
-    def _repr_html_(self) -> str:
-        return describe_in_html(self)
-
-    def plot_spectrum(self, ax: Any = None) -> Any:
-        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
-
-        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        Args:
+            path: a new file, whole or not at all. A folder of several files and their index where
+                the eigenvectors take more than `max_file_size`, or `path` is a folder or ends in /.
+            dtype: what the eigenvectors are stored in: as they are by default; `torch.float32`,
+                `torch.bfloat16` or `torch.float16`, or their names. What is lost by that is
+                measured (4·K²·P operations), told in `diagnostics["storage"]` of the fit that is
+                loaded, and counted in its `std_low` and `std_high`.
+            max_file_size: bytes of eigenvectors in one file, such as `"2GB"`.
         """
-        return draw_fit(self, ax)
+        save(self, path, dtype, max_file_size)
+
+    def offloaded(self) -> DeltaFit:
+        """The same fit with its eigenvectors in the CPU's memory, for a device that is small."""
+        return offloaded(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reduced(self)
@@ -287,7 +290,9 @@ class DeltaFit:
     @cached_property
     def overlap(self) -> Tensor:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
-        return inner(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
+        if self.known_overlap is not None:
+            return self.known_overlap
+        return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
     def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
         """Σ of an estimator that the fit serves, from its first `rank` pairs."""

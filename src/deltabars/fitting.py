@@ -14,7 +14,7 @@ from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator,
 from deltabars.decay import L2
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, ModelError
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.identity import identity_of
@@ -25,6 +25,7 @@ from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
 from deltabars.problem import Problem
 from deltabars.progress import Progress
+from deltabars.ranks import current, same_everywhere
 from deltabars.solving import SolverOptions, solve
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
@@ -152,7 +153,9 @@ def fit(
     options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
     options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
-    with opened(checkpoint) as session:
+    ranks = current()
+    progress = progress and ranks.is_first
+    with ranks.together(), opened(checkpoint) as session:
         budget = memory_budget
         if budget is None and session is not None:
             budget = session.memory_budget
@@ -171,6 +174,11 @@ def fit(
                 on_progress=bar.show,
             )
         weights = fingerprint(model)
+        if not same_everywhere(ranks, weights):
+            raise ModelError(
+                "Model: expected the same weights on every rank, got different ones. Load them "
+                "from one file, or broadcast those of the first rank."
+            )
         if rank is None:
             options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
         if automatic:
@@ -190,6 +198,11 @@ def fit(
             "max_products": max_products,
             "smallest": smallest,
         }
+        if not same_everywhere(ranks, [given, problem.given_l2, problem.parameters.names]):
+            raise BadValueError(
+                f"fit: expected the same options on every rank, got others on rank {ranks.rank} "
+                "than on some other."
+            )
         diagnostics: dict[str, Any] = {
             "manifest": manifest(problem, weights, given),
             "mean_loss": problem.mean_loss,
@@ -204,6 +217,7 @@ def fit(
             "device": str(problem.device),
             "seconds_reading": time.perf_counter() - started,
         }
+        sent = ranks.messages, ranks.bytes
         chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
         if session is not None:
             found = identity_of(
@@ -227,6 +241,15 @@ def fit(
                 diagnostics["rank"] = growth.outcome(spectra[name], problem)
         if session is not None:
             session.end()
+        if ranks.count > 1:
+            diagnostics["ranks"] = {
+                "count": ranks.count,
+                "examples": problem.data.counts,
+                "source": problem.data.source,
+                "columns": problem.spaces.whole.columns.widths,
+                "messages": ranks.messages - sent[0],
+                "bytes": ranks.bytes - sent[1],
+            }
     spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
     fitted = DeltaFit(
         estimator=estimator,

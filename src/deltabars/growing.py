@@ -20,7 +20,8 @@ from deltabars.likelihoods import Gaussian
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 from deltabars.scoring import read_inputs
-from deltabars.summation import inner
+from deltabars.sharded import ShardedVectors
+from deltabars.vectors import whole
 
 _DEFAULT_TOLERANCE = 0.05
 
@@ -37,7 +38,8 @@ class Probe:
 
     Attributes:
         problem: whose matrices are to be solved.
-        rows: F of the inputs, among the parameters that the examples reach, (n·C, P').
+        rows: F of the inputs, among the parameters that the examples reach, (n·C, p'): the columns
+            that are here.
         squares: ‖f‖² of its rows, all parameters counted, (n, C).
         tolerance: for the score's error relative to the score, of every input.
         fingerprint: of the inputs, which tells them from others.
@@ -53,11 +55,15 @@ class Probe:
     def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
         """A probe of the given inputs; of examples drawn from the data if there are none."""
         tolerance = _DEFAULT_TOLERANCE if tolerance is None else tolerance
-        batches = _drawn(problem, seed) if inputs is None else [_given(problem, inputs)]
+        ranks = problem.ranks
+        batches = _drawn(problem, seed) if inputs is None else _given(problem, inputs)
         pullback, cotangents = Pullback(problem.network), problem.likelihood.mean_jacobian
+        empty = problem.network.point.new_zeros(0, problem.num_outputs, problem.num_parameters)
         with problem.network.evaluation(), model_errors():
-            rows = torch.cat([pullback.rows(batch.inputs, cotangents) for batch in batches])
+            found = [pullback.rows(batch.inputs, cotangents) for batch in batches]
+        rows = torch.cat([empty, *found])
         squares = rows.double().square().sum(-1)
+        squares = torch.cat(ranks.gather(squares.cpu())).to(rows.device)
         if not bool((squares.sum(-1) > 0).all()):
             raise DataError(
                 "probe: expected inputs whose predictions depend on the parameters, got some that "
@@ -66,7 +72,9 @@ class Probe:
         rows = rows.flatten(0, 1)
         if problem.reached is not None:
             rows = rows.index_select(1, problem.reached)
-        return cls(problem, rows, squares, tolerance, fingerprint_of(batches))
+        rows = ranks.exchanged(rows, problem.spaces.reached.columns)
+        fingerprint = sum(ranks.gather(fingerprint_of(batches))) % 2**64
+        return cls(problem, rows, squares, tolerance, fingerprint)
 
     @property
     def noise(self) -> float | None:
@@ -114,10 +122,12 @@ class Probe:
         if estimator != "sandwich" or pairs is None:
             share = _OPG_SHARE if estimator == "sandwich" else 1.0
             return ProbeGrowth(self, matrix, share * self.tolerance, self.rows)
-        reached = self.problem.reached
-        known = pairs.vectors if reached is None else pairs.vectors.index_select(1, reached)
+        spaces, vectors = self.problem.spaces, pairs.vectors
+        known = spaces.picked(
+            vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
+        )
         rows = torch.cat([self.rows, known])
-        seen = inner(self.rows, known)
+        seen = spaces.reached.inner(self.rows, known)
         return ProbeGrowth(self, "sandwich", self.tolerance, rows, pairs.values, seen)
 
 
@@ -237,12 +247,14 @@ def is_automatic(rank: Any, tolerance: Any, probe: Any, solver: Any) -> bool:
     return True
 
 
-def _given(problem: Problem, inputs: Any) -> Batch:
+def _given(problem: Problem, inputs: Any) -> list[Batch]:
+    """The part of the inputs, which all ranks are given, that is this rank's to work on."""
     most = max(1, _MOST_ROWS // problem.num_outputs)
     batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
     if batch is None:
         raise DataError("probe: expected at least one input, got none.")
-    return batch.rows(slice(0, most))
+    part = batch.rows(slice(problem.ranks.rank, most, problem.ranks.count))
+    return [part] if len(part) else []
 
 
 def _drawn(problem: Problem, seed: int) -> list[Batch]:
@@ -250,6 +262,7 @@ def _drawn(problem: Problem, seed: int) -> list[Batch]:
     count = min(_MOST_INPUTS, max(1, _MOST_ROWS // problem.num_outputs), problem.num_examples)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(problem.num_examples, generator=generator)[:count].sort().values
+    chosen = problem.data.here(chosen)
     parts, done = [], 0
     for chunk in problem.chunks():
         here = chosen[(chosen >= done) & (chosen < done + len(chunk))] - done

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from deltabars import storage
-from deltabars.contents import check_header, check_spectra
+from deltabars import shards, storage
+from deltabars.contents import check_header, check_overlap, check_spectra
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import Decay
 from deltabars.eigen import EigenPairs
 from deltabars.errors import (
+    BadValueError,
     CorruptFileError,
     ModelError,
     WeightsMismatchError,
@@ -22,9 +26,11 @@ from deltabars.errors import (
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
 from deltabars.likelihoods.named import from_description
+from deltabars.memory import CHUNK, resolve_budget, share
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
-from deltabars.saving import TENSORS
+from deltabars.saving import OVERLAP, SMALL
+from deltabars.vectors import Part, PartedVectors, whole
 
 _DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
 
@@ -36,18 +42,23 @@ def load(
     check_weights: bool = True,
     device: torch.device | str | None = None,
     memory_budget: int | None = None,
+    offload: bool | None = None,
     progress: bool = True,
 ) -> DeltaFit:
     """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
 
     Args:
-        path: the file.
+        path: the file, or the folder of several.
         model: the network, with the same weights.
         check_weights: refuse a model whose weights differ from the fitted ones. With False only
             the names and shapes of the parameters must agree, and the error bars are those of
             the *given* weights under the fitted curvature.
         device: where to compute; the model's own by default.
         memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default that is where they take up to three quarters of the memory budget. All files are
+            read once in either case, to see that they are whole.
 
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
@@ -66,24 +77,27 @@ def load(
     """
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
-    header, tensors = storage.read(path)
+    header, tensors, parts = _read(path)
     try:
         check_header(header)
         space = ParameterSpace(
             tuple(entry["name"] for entry in header["parameters"]),
             tuple(tuple(entry["shape"]) for entry in header["parameters"]),
         )
+        dtype = _DTYPES[header["dtype"]]
         spectra = {
             name: EigenPairs(
-                **{field: tensors[f"{name}.{field}"] for field in TENSORS},
+                **{field: tensors[f"{name}.{field}"] for field in SMALL},
+                vectors=_vectors(parts[name], dtype),
                 statistics=header["statistics"][name],
             )
             for name in ESTIMATORS[header["estimator"]]
         }
         signature = _signature(header["inputs"])
-        dtype = _DTYPES[header["dtype"]]
         likelihood = from_description(header["likelihood"])
         check_spectra(spectra, space.size)
+        if OVERLAP in tensors:
+            check_overlap(tensors[OVERLAP], (len(spectra["hessian"]), len(spectra["opg"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(
             f"{path} is altered: its content is not that of a fit "
@@ -92,12 +106,14 @@ def load(
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
     scales = header.get("scales", {})
+    stays = _stays(offload, spectra, memory_budget, network.device)
+    overlap = tensors.get(OVERLAP)
     return DeltaFit(
         estimator=header["estimator"],
         decay=Decay(header["l2"], header.get("level", header["l2"]), scales),
         num_examples=header["num_examples"],
         num_outputs=header["num_outputs"],
-        spectra={name: pairs.to(network.device) for name, pairs in spectra.items()},
+        spectra={name: _placed(pairs, network.device, stays) for name, pairs in spectra.items()},
         diagnostics=header["diagnostics"],
         likelihood=likelihood,
         network=replace(network, scales=scales),
@@ -105,7 +121,51 @@ def load(
         weights=header["weights"],
         memory_budget=memory_budget,
         progress=progress,
+        known_overlap=None if overlap is None else overlap.to(network.device),
     )
+
+
+def _read(path: Any) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
+    """The header, the small tensors, and the eigenvectors by matrix, which stay in the files."""
+    if isinstance(path, str | os.PathLike) and os.path.isdir(path):
+        return shards.read(Path(path))
+    header, there = storage.read_mapped(path)
+    ending = ".vectors"
+    parts: dict[str, tuple[Part, ...]] = {
+        name.removesuffix(ending): (shards.map_one(path, header, name, rows),)
+        for name, rows in there.items()
+        if name.endswith(ending) and rows.ndim == 2
+    }
+    small = {name: tensor.clone() for name, tensor in there.items() if not name.endswith(ending)}
+    return header, small, parts
+
+
+def _vectors(parts: tuple[Part, ...], dtype: torch.dtype) -> PartedVectors:
+    return PartedVectors(parts, len(parts[0].rows), dtype, torch.device("cpu"))
+
+
+def _stays(
+    offload: bool | None,
+    spectra: dict[str, EigenPairs],
+    memory_budget: int | None,
+    device: torch.device,
+) -> bool:
+    """Whether eigenvectors stay in their files."""
+    if offload is not None:
+        if not isinstance(offload, bool):
+            raise BadValueError(f"offload: expected None, True or False, got {offload!r}.")
+        return offload
+    budget = resolve_budget(memory_budget, device)
+    needed = sum(
+        len(pairs) * pairs.vectors.shape[1] * pairs.vectors.dtype.itemsize
+        for pairs in spectra.values()
+    )
+    return needed > budget - share(budget, CHUNK)
+
+
+def _placed(pairs: EigenPairs, device: torch.device, stays: bool) -> EigenPairs:
+    moved = pairs.to(device)
+    return moved if stays else replace(moved, vectors=whole(moved.vectors))
 
 
 def _signature(raw: dict[str, Any]) -> Signature:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -22,6 +23,9 @@ Result = TypeVar("Result")
 _NOMINAL = {"cpu": 1 << 28}
 _NOMINAL_ELSEWHERE = 1 << 34
 
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 # What may take which part of the budget. Together they make up the whole.
 DATA, KEPT, BASIS, CHUNK = "data", "kept between products", "Krylov basis", "chunk"
@@ -54,6 +58,21 @@ def shared_budget(memory_budget: int | None, device: torch.device, ranks: Ranks)
     alike = [place for place in places if place[:2] == places[ranks.rank][:2]]
     each = budget if memory_budget is not None else budget // len(alike)
     return min(ranks.gather(each))
+
+
+def read_bytes(given: Any, name: str) -> int:
+    """A number of bytes: 8000000000, "8GB", "500MiB".
+
+    Raises:
+        BadValueError: it is none, or not above zero.
+    """
+    found = _BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        given = int(float(found[1]) * base ** _POWERS[found[2].lower()])
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise BadValueError(f"{name}: expected bytes, such as 8GB or 500MiB, got {given!r}.")
+    return given
 
 
 def free_bytes(device: torch.device) -> int:

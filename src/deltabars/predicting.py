@@ -14,6 +14,7 @@ from deltabars.errors import BadValueError
 from deltabars.moderation import choose_moderation
 from deltabars.precision import full_precision
 from deltabars.scoring import Scorer
+from deltabars.vectors import first
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -63,7 +64,7 @@ def predict(
         fit.pullback,
         fit.likelihood,
         fit.signature,
-        {matrix: fit.spectra[matrix].vectors[:used] for matrix in sorted(matrices)},
+        {matrix: first(fit.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
         covariances,
         space,
         bound,

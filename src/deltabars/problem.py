@@ -27,6 +27,7 @@ from deltabars.memory import DATA, ChunkSize, chunk_within, share, shared_budget
 from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.ranks import current
+from deltabars.space import Spaces
 from deltabars.totals import Totals, add_up
 from deltabars.units import Units
 
@@ -117,6 +118,7 @@ class Problem:
             factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
             self.decay = given.times(factor)
             self.reached = self.units.reached(first.inputs)
+            self.spaces = Spaces.of(self.num_parameters, self.reached, self.ranks)
 
     @property
     def parameters(self) -> ParameterSpace:

@@ -118,6 +118,10 @@ class Ranks:
         """The own columns (b, p) of the sum of (b, P) over all ranks, which is used up."""
         return whole
 
+    def exchanged(self, rows: Tensor, columns: Columns) -> Tensor:
+        """The own columns (Σn, p) of the rows (n, P) that each rank has some of, in their order."""
+        return rows
+
 
 class _Group(Ranks):
     """The ranks of the default process group."""
@@ -192,6 +196,22 @@ class _Group(Ranks):
         found = sent.new_empty(len(whole), max(widths))
         self._send(_SCATTER, found, sent)
         return found[:, : widths[self.rank]].contiguous()
+
+    def exchanged(self, rows: Tensor, columns: Columns) -> Tensor:
+        counts, widths = self.gather(len(rows)), columns.widths
+        sent = torch.cat([part.reshape(-1) for part in rows.split(widths, dim=1)])
+        own = widths[self.rank]
+        sizes = [count * own for count in counts]
+        found = sent.new_empty(sum(sizes))
+        given = [len(rows) * width for width in widths]
+        self._send(
+            dist.all_to_all_single,
+            found,
+            sent,
+            output_split_sizes=sizes,
+            input_split_sizes=given,
+        )
+        return found.view(sum(counts), own)
 
     def _tensor(self, value: Any) -> Tensor:
         held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

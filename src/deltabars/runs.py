@@ -1,6 +1,6 @@
 """RUN folders: a fit, how its model and data are named, and predictions that were made with it.
 
-RUN/fit.deltabars           the fit, as `DeltaFit.save` writes it
+RUN/fit.deltabars           the fit, as `DeltaFit.save` writes it: a file, or a folder of several
 RUN/run.json                the model, the data, class names, versions
 RUN/predictions/NAME.npz    predictions of other data, for `rank` and `report`
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,9 +23,10 @@ from deltabars.fitted import DeltaFit
 from deltabars.loading import load
 from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
+from deltabars.saving import MAX_FILE_SIZE
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
-from deltabars.writing import check_parent, write_whole
+from deltabars.writing import check_parent, write_whole, write_whole_folder
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _FORMAT = 1
@@ -62,8 +61,10 @@ class Run:
         classes: tuple[str, ...] | None = None,
         *,
         overwrite: bool = False,
+        dtype: torch.dtype | str | None = None,
+        max_file_size: int | str = MAX_FILE_SIZE,
     ) -> Run:
-        """Write a RUN folder, whole or not at all.
+        """Write a RUN folder, whole or not at all; the fit as `DeltaFit.save` is told to.
 
         Raises:
             StorageError: it cannot be written, or exists and is not to be overwritten.
@@ -83,24 +84,12 @@ class Run:
             "data": asdict(data.absolute()),
             "classes": classes,
         }
-        own = secrets.token_hex(8)  # of this process and thread alone
-        draft, former = (
-            folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
-        )
-        try:
-            draft.mkdir()
-            fit.save(draft / _FIT)
+
+        def write(draft: Path) -> None:
+            fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
             (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
-            if overwrite and folder.exists():
-                os.replace(folder, former)
-            os.replace(draft, folder)
-        except OSError as error:
-            raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
-        finally:
-            if former.exists() and not folder.exists():
-                os.replace(former, folder)
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.rmtree(former, ignore_errors=True)
+
+        write_whole_folder(folder, write, replace=overwrite)
         return cls.open(folder)
 
     @classmethod
@@ -141,10 +130,12 @@ class Run:
         """C."""
         return int(self.about["outputs"])
 
-    def load_fit(self, *, device: str | None = None, progress: bool = True) -> DeltaFit:
+    def load_fit(
+        self, *, device: str | None = None, offload: bool | None = None, progress: bool = True
+    ) -> DeltaFit:
         """The fit, with the model that it was made of. The user's own code makes the model."""
         model = self.model.load()
-        return load(self.path / _FIT, model, device=device, progress=progress)
+        return load(self.path / _FIT, model, device=device, offload=offload, progress=progress)
 
     def load_data(self, data: NamedData | str | None = None) -> Source:
         """Data for the fit: the training data by default; pictures are prepared as these were.
@@ -200,7 +191,7 @@ class Run:
 def check_new(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot become a RUN, before anything is computed."""
     if os.path.lexists(folder):
-        is_run = (folder / _DESCRIPTION).is_file() and (folder / _FIT).is_file()
+        is_run = (folder / _DESCRIPTION).is_file() and (folder / _FIT).exists()
         if not overwrite or not is_run or folder.is_symlink():
             advice = "Give --overwrite to replace it." if is_run else "It is no RUN."
             raise StorageError(

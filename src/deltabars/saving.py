@@ -1,29 +1,91 @@
-"""DeltaFit to a file: what goes into the header, and what into tensors."""
+"""DeltaFit to a file or a folder: what goes into the header, and what into tensors."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltabars import storage
+import torch
+from torch import Tensor
+
+from deltabars import shards, storage
+from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
+from deltabars.memory import read_bytes
+from deltabars.rounding import measured_loss, rounded, stored_dtype
+from deltabars.writing import write_whole_folder
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
 
-TENSORS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
+SMALL = ("values", "residuals", "smallest", "smallest_residuals")
+OVERLAP = "overlap"
+MAX_FILE_SIZE = "5GB"
 
 
-def save(fit: DeltaFit, path: Any) -> None:
-    """Write a fit to one file."""
+def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
+    """Write a fit; the arguments are those of `DeltaFit.save`, and checked."""
     if not is_own(fit.likelihood):
         raise StorageError(
             f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
             "of your own, which a file cannot hold."
         )
+    types = {name: stored_dtype(dtype, pairs.vectors) for name, pairs in fit.spectra.items()}
+    most = read_bytes(max_file_size, "max_file_size")
+    losses = {
+        name: measured_loss(pairs.vectors, types[name]) for name, pairs in fit.spectra.items()
+    }
+    width = sum(len(pairs) * types[name].itemsize for name, pairs in fit.spectra.items())
+    target = Path(path)
+    in_files = width * fit.num_parameters > most
+    if in_files or target.is_dir() or str(path).endswith(os.sep):
+        _check_replaceable(target)
+        together = max(1, most // width)
+        header, tensors = head_of(fit, types, losses)
+        write_whole_folder(
+            target,
+            lambda draft: _write_files(draft, fit, types, together, header, tensors),
+            replace=True,
+        )
+        return
+    header, tensors = head_of(fit, types if any(losses.values()) else None, losses)
+    size = fit.num_parameters
+    for name, pairs in fit.spectra.items():
+        as_it_is = isinstance(pairs.vectors, Tensor) and pairs.vectors.dtype == types[name]
+        tensors[f"{name}.vectors"] = (
+            pairs.vectors if as_it_is else rounded(pairs.vectors, 0, size, types[name])
+        )
+    storage.write(path, header, tensors)
+
+
+def head_of(
+    fit: DeltaFit,
+    types: Mapping[str, torch.dtype] | None = None,
+    losses: Mapping[str, Mapping[str, float]] | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header of a fit, and all of its tensors but the eigenvectors.
+
+    Args:
+        types: what the eigenvectors are stored as, where that is to be told.
+        losses: what they lose by that (see `deltabars.rounding`).
+    """
     space = fit.network.parameters
+    losses = losses or {}
+    diagnostics, statistics = dict(fit.diagnostics), {}
+    for name, pairs in fit.spectra.items():
+        statistics[name] = dict(pairs.statistics)
+        if losses.get(name):  # on top of what was lost before
+            statistics[name][ROUNDING] = pairs.rounding + losses[name]["norm"]
+    if types is not None:
+        diagnostics["storage"] = {
+            name: {"dtype": str(types[name]).removeprefix("torch."), **losses.get(name, {})}
+            for name in fit.spectra
+        }
     header = {
         "estimator": fit.estimator,
         "l2": dict(fit.l2) if isinstance(fit.l2, Mapping) else fit.l2,
@@ -40,12 +102,45 @@ def save(fit: DeltaFit, path: Any) -> None:
         "weights": fit.weights,
         "deterministic": fit.network.deterministic,
         "inputs": asdict(fit.signature),
-        "diagnostics": dict(fit.diagnostics),
-        "statistics": {name: dict(pairs.statistics) for name, pairs in fit.spectra.items()},
+        "diagnostics": diagnostics,
+        "statistics": statistics,
     }
     tensors = {
         f"{name}.{field}": getattr(pairs, field)
         for name, pairs in fit.spectra.items()
-        for field in TENSORS
+        for field in SMALL
     }
-    storage.write(path, header, tensors)
+    if fit.estimator == "sandwich" and types is not None:
+        # Of rounded vectors it would be another one, and of large ones it takes long.
+        tensors[OVERLAP] = fit.overlap
+    return header, tensors
+
+
+def _write_files(
+    folder: Path,
+    fit: DeltaFit,
+    types: Mapping[str, torch.dtype],
+    together: int,
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    size = fit.num_parameters
+    count = math.ceil(size / together)
+    parts = []
+    for number, start in enumerate(range(0, size, together), 1):
+        stop = min(start + together, size)
+        matrices = {
+            name: rounded(pairs.vectors, start, stop, types[name])
+            for name, pairs in fit.spectra.items()
+        }
+        parts.append(shards.write_part(folder, number, count, matrices, start, stop))
+    shards.write_index(folder, header, tensors, parts)
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse to put a fit where a folder of something else is."""
+    if target.is_dir() and any(target.iterdir()) and not shards.is_fit_folder(target):
+        raise StorageError(
+            f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "
+            "with other files in it."
+        )

@@ -23,6 +23,7 @@ from deltabars.moderation import Moderation
 from deltabars.network import Network, model_errors
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
+from deltabars.vectors import Basis
 
 _READ_SIZE = 8192  # inputs, where they do not come in batches
 _LARGEST_CHUNK = 1024
@@ -47,7 +48,7 @@ class Scorer:
     pullback: Pullback
     likelihood: Likelihood
     signature: Signature
-    bases: Mapping[str, Tensor]
+    bases: Mapping[str, Basis]
     covariances: Mapping[str, Covariance]
     space: str
     bound: str

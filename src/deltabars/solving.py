@@ -15,12 +15,12 @@ from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
-from deltabars.eigen.shards import ShardedVectors
 from deltabars.errors import BadValueError
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
+from deltabars.sharded import ShardedVectors
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
@@ -117,7 +117,7 @@ def solve(
         pairs = _run(operator, options, bar, growth, checkpoint)
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
-        quality = audit(operator.whole_matmat, operator.whole_space, pairs, options.seed)
+        quality = audit(operator.whole_matmat, operator.problem.spaces.whole, pairs, options.seed)
         warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
@@ -125,9 +125,8 @@ def solve(
             quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
             pairs = replace(pairs, values=pairs.values.clamp(min=floor))
             quality["data_trace"] = operator.data_trace()
-    ranks = operator.problem.ranks
-    if ranks.count > 1:
-        pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, operator.whole_space))
+    if operator.problem.ranks.count > 1:
+        pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, operator.problem.spaces.whole))
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
@@ -161,7 +160,10 @@ def _run(
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
     if kind == "dense":
-        pairs = _own(eigen.dense(operator, rank, on_step=report), operator)
+        pairs = eigen.dense(operator, rank, on_step=report)
+        if growth is not None:
+            growth.least = pairs.exact_least
+        pairs = _own(pairs, operator)
         return pairs if growth is None else _cut(pairs, operator, growth)
     if kind == "arpack":
         return _own(eigen.arpack(operator, rank, on_step=report, **common), operator)
@@ -183,8 +185,7 @@ def _run(
         pairs = eigen.block_krylov(matrix, rank, block_size=block, on_step=report, **common)
     if places is None:
         return pairs
-    inner_space = operator.reached_space
-    return embed(pairs, places, operator.whole_space, inner_space, operator.problem.l2)
+    return embed(pairs, operator.problem.spaces, operator.problem.l2)
 
 
 class _Shared:
@@ -195,7 +196,8 @@ class _Shared:
     """
 
     def __init__(self, operator: CurvatureOperator, is_reached: bool) -> None:
-        self.space = operator.reached_space if is_reached else operator.whole_space
+        spaces = operator.problem.spaces
+        self.space = spaces.reached if is_reached else spaces.whole
         self.shape = (self.space.size, self.space.size)
         self.device, self.dtype = operator.device, operator.dtype
         self.matmat = operator.reached_matmat if is_reached else operator.whole_matmat
@@ -208,14 +210,13 @@ def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
     """Pairs that every rank has computed, with the columns of this rank."""
     if operator.problem.ranks.count == 1:
         return pairs
-    return replace(pairs, vectors=pairs.vectors[:, operator.whole_space.own].clone())
+    return replace(pairs, vectors=pairs.vectors[:, operator.problem.spaces.whole.own].clone())
 
 
 def _cut(pairs: EigenPairs, operator: CurvatureOperator, growth: ProbeGrowth) -> EigenPairs:
     """As many of the pairs as are enough."""
-    growth.least = pairs.exact_least
-    vectors = operator.picked(pairs.vectors)
-    projections = operator.reached_space.inner(growth.rows, vectors)
+    spaces = operator.problem.spaces
+    projections = spaces.reached.inner(growth.rows, spaces.picked(pairs.vectors))
     return pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
 
 
@@ -229,9 +230,8 @@ def _vectors_within(
     of them: what counts is the memory.
     """
     # Of the rank with the most columns, so that all come to the same number.
-    size, columns = (
-        max(space.columns.widths) for space in (operator.whole_space, operator.reached_space)
-    )
+    spaces = operator.problem.spaces
+    size, columns = (max(space.columns.widths) for space in (spaces.whole, spaces.reached))
     row = max(1, columns) * operator.dtype.itemsize
     fitting = share(operator.problem.memory_budget, BASIS) // row
     if growth is not None:

@@ -63,3 +63,37 @@ class Space:
             whole = torch.randn(self.size, generator=generator, dtype=torch.float32)
             row.copy_(whole[self.own])
         return rows
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """The space of all parameters, and that of those that the examples reach.
+
+    Attributes:
+        whole: ℝᴾ.
+        reached: ℝᴾ', of which each rank has what lies in its range of ℝᴾ.
+        places: where in ℝᴾ the columns of the second are, (P',), ascending; None for everywhere.
+    """
+
+    whole: Space
+    reached: Space
+    places: Tensor | None
+
+    @classmethod
+    def of(cls, size: int, places: Tensor | None, ranks: Ranks) -> Spaces:
+        """Both, shared out between ranks."""
+        columns = Columns.even(size, ranks)
+        count = size if places is None else len(places)
+        return cls(Space(size, ranks, columns), Space(count, ranks, columns.among(places)), places)
+
+    @property
+    def places_here(self) -> Tensor | None:
+        """The places of this rank's columns of the second among its columns of the first."""
+        if self.places is None:
+            return None
+        return self.places[self.reached.own] - self.whole.own.start
+
+    def picked(self, rows: Tensor) -> Tensor:
+        """Of rows (b, p) in the first their columns in the second, (b, p')."""
+        here = self.places_here
+        return rows if here is None else rows.index_select(1, here)

@@ -24,15 +24,16 @@ from deltabars.errors import CorruptFileError, FormatVersionError, StorageError,
 from deltabars.reading import length_of, open_plain, parse_json
 from deltabars.writing import write_whole
 
-FORMAT_VERSION = 2  # 2 has the scales of parameters with λs of their own
+# 2 has the scales of parameters with λs of their own; 3 eigenvectors of 16 bits, and several files.
+FORMAT_VERSION = 3
 _ENTRY = "deltabars"
 _LONGEST_HEADER = 64 << 20
 
 
 def write(
     path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """Write a file, whole or not at all."""
+) -> str:
+    """Write a file, whole or not at all; returns its digest."""
     target = Path(path)
     if not target.parent.is_dir():
         raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
@@ -45,6 +46,7 @@ def write(
         )
     except SafetensorError as error:
         raise StorageError(f"Cannot write {target}: {error}") from error
+    return str(content["digest"])
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -56,23 +58,50 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         StorageError: it cannot be opened.
     """
     source = Path(path)
+    header, there = _mapped(source)
+    # Copied, because the file's tensors lie at any address, and the last bits of a product depend
+    # on how its factors are aligned.
+    tensors = {name: tensor.clone() for name, tensor in there.items()}
+    _check_digest(source, header, tensors)
+    del header["digest"]
+    return header, tensors
+
+
+def read_mapped(
+    path: str | os.PathLike[str], *, verify: bool = True
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header with its digest, and the tensors, which stay in the file and are mapped from it.
+
+    Args:
+        verify: whether to read the file once, to see that it matches its digest.
+
+    Raises:
+        CorruptFileError, FormatVersionError, StorageError: as for `read`.
+    """
+    source = Path(path)
+    header, tensors = _mapped(source)
+    if verify:
+        _check_digest(source, header, tensors)
+    return header, tensors
+
+
+def _mapped(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with _opened(source) as file:
         header = _header(file, source)
         try:
-            # Copied, because the file's tensors lie at any address, and the last bits of a product
-            # depend on how its factors are aligned.
-            there = load_file(_same(file, source))
-            tensors = {name: tensor.clone() for name, tensor in there.items()}
+            return header, load_file(_same(file, source))
         except Exception as error:  # whatever safetensors makes of bytes that are not its own
             raise CorruptFileError(
                 f"{source} is altered: its tensors cannot be read ({first_line(error)})."
             ) from error
-    stated = header.pop("digest", None)
-    if stated != _digest(header, tensors):
+
+
+def _check_digest(source: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    content = {name: value for name, value in header.items() if name != "digest"}
+    if header.get("digest") != _digest(content, tensors):
         raise CorruptFileError(
             f"{source} is altered: its content does not match its digest. Save the fit again."
         )
-    return header, tensors
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:

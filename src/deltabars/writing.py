@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,46 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def write_whole_folder(path: Path, writer: Callable[[Path], object], *, replace: bool) -> None:
+    """Write a folder whole or not at all: beside its place, which it then takes from what is there.
+
+    Args:
+        path: the folder.
+        writer: writes into the new folder that it is given.
+        replace: whether what is there may be replaced.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    folder = path.absolute()
+    own = secrets.token_hex(8)  # of this process and thread alone
+    draft, former = (
+        folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
+    )
+    try:
+        draft.mkdir()
+        writer(draft)
+        if replace and os.path.lexists(folder):
+            os.replace(folder, former)
+        os.replace(draft, folder)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
+    finally:
+        if os.path.lexists(former) and not os.path.lexists(folder):
+            os.replace(former, folder)
+        shutil.rmtree(draft, ignore_errors=True)
+        _remove(former)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError, ValueError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

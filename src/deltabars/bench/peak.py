@@ -13,19 +13,24 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 import deltabars
+from deltabars.bench.context import release
 from deltabars.bench.plain import Data
 from deltabars.bench.subject import train_briefly, wide_network
+from deltabars.bench.timing import stopwatch
 from deltabars.curvature import HessianOperator, OPGOperator
 from deltabars.errors import DeltaBarsError
 from deltabars.problem import Problem
 from deltabars.recipes.paper import L2
+
+T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -131,6 +136,18 @@ class DeviceMeter:
     def peak(self) -> int:
         """Allocated at the most."""
         return torch.cuda.max_memory_allocated(self._device)
+
+
+def with_peak(device: torch.device, function: Callable[[], T]) -> tuple[T, float, int | None]:
+    """What a function returns, its seconds, and its peak in bytes beyond what was held before."""
+    release(device)
+    meter = find_meter(device)
+    if meter is None:
+        return *stopwatch(function, device), None
+    meter.reset()
+    before = meter.held()
+    result, seconds = stopwatch(function, device)
+    return result, seconds, meter.peak() - before
 
 
 def read_status(name: str) -> int:

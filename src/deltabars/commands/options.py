@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltabars.errors import BadValueError
+from deltabars.memory import read_bytes
 from deltabars.reading import parse_json
 from deltabars.sources import NamedData, NamedModel
-
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 DEVICE_HELP = "where to compute (default: cuda where there is one, else cpu)"
 DATA_HELP = """\
@@ -167,11 +164,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 def memory(text: str) -> int:
     """A number of bytes: 8000000000, 8GB, 500MiB."""
-    found = _MEMORY.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected bytes, such as 8GB or 500MiB, got {text!r}")
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _POWERS[found[2].lower()])
+    try:
+        return read_bytes(text, "bytes")
+    except BadValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected bytes, such as 8GB or 500MiB, got {text!r}"
+        ) from error
 
 
 def compute_device(asked: str | None) -> torch.device:

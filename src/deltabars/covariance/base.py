@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from deltabars.covariance.spread import Spread
+from deltabars.vectors import Basis
 
 
 class Covariance(ABC):
@@ -26,5 +27,5 @@ class Covariance(ABC):
         """
 
     @abstractmethod
-    def root(self, vectors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+    def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
         """Rows z (n, P) times a square root of Σ: standard normal z give draws of covariance Σ."""

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from deltabars.covariance.base import Covariance
 from deltabars.covariance.low_rank import LowRankPlusIdentity
+from deltabars.covariance.rounding import Ball
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.spread import Spread
 from deltabars.covariance.tail import Tail
+from deltabars.vectors import Basis, first
 
 # The matrices whose eigenpairs each estimator needs.
 ESTIMATORS: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +41,7 @@ def build_covariance(
     overlap: Tensor | None = None,
     least_hessian: float | None = None,
     slacks: Mapping[str, float] | None = None,
+    roundings: Mapping[str, float] | None = None,
     full_rank: bool = True,
 ) -> Covariance:
     """The covariance of an estimator from the first `rank` eigenvalues of its matrices.
@@ -53,11 +56,18 @@ def build_covariance(
             above λ. (The hessian estimator *defines* what is below λ as λ̃; its interval is about
             that.)
         slacks: how much too low the eigenvalues of a matrix can be, by matrix; zero by default.
+        roundings: ‖Q̃ − Q‖₂ of eigenvectors that were rounded, by matrix; zero by default.
     """
     least = {"hessian": least_hessian} if estimator == "sandwich" else {}
     tails = {
         name: Tail.after(
-            values[name], rank, l2, num_parameters, least.get(name), (slacks or {}).get(name, 0.0)
+            values[name],
+            rank,
+            l2,
+            num_parameters,
+            least.get(name),
+            (slacks or {}).get(name, 0.0),
+            (roundings or {}).get(name, 0.0),
         )
         for name in ESTIMATORS[estimator]
     }
@@ -110,6 +120,8 @@ class InverseCovariance(Covariance):
         c = self._c
         low = low + outside / (self.tail.ceiling + slack)
         high = head + outside / self.tail.floor
+        if self.tail.rounding:
+            low, high = self._around(Ball.of(inside, squares, self.tail), low, high)
         covariance = None
         if gram is not None:
             rest = 0.0 if self.tail.is_empty else gram - inside @ inside.mT
@@ -122,8 +134,27 @@ class InverseCovariance(Covariance):
             covariance=covariance,
         )
 
-    def root(self, vectors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        basis = vectors[self.name][: self.tail.rank]
+    def _around(self, ball: Ball, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the most that the interval's ends are for any Qᵀf in the ball.
+
+        With w = 1/floor − 1/λₖ the upper end is ‖f‖²/floor − Σ wₖaₖ²; the lower one likewise.
+        """
+        tail = self.tail
+        values, floor, ceiling = self.values + tail.slack, tail.floor, tail.ceiling + tail.slack
+        if tail.is_empty:
+            return ball.least(1 / values), ball.most(1 / self.values)
+        lowest = torch.maximum(
+            ball.squares / ceiling + ball.least(1 / values - 1 / ceiling),
+            ball.least(1 / values) + ball.outside_least / ceiling,
+        )
+        highest = torch.minimum(
+            ball.squares / floor + ball.most(1 / self.values - 1 / floor),
+            ball.most(1 / self.values) + ball.outside_most / floor,
+        )
+        return torch.minimum(low, lowest), torch.maximum(high, highest)
+
+    def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
+        basis = first(vectors[self.name], self.tail.rank)
         form = LowRankPlusIdentity(basis, self.values.rsqrt(), self._c**0.5)
         return form.apply(rows) / self.num_examples**0.5
 

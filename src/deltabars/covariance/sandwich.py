@@ -11,8 +11,10 @@ from torch import Tensor
 
 from deltabars.covariance.base import Covariance
 from deltabars.covariance.low_rank import LowRankPlusIdentity
+from deltabars.covariance.rounding import Ball
 from deltabars.covariance.spread import Spread
 from deltabars.covariance.tail import Tail
+from deltabars.vectors import Basis, first
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +24,7 @@ class SandwichCovariance(Covariance):
     Attributes:
         hessian_values, opg_values: the eigenvalues in use, (K_H,) and (K_G,), float64.
         hessian_tail, opg_tail: the eigenvalues that are not.
-        overlap: M = Q_Hᵀ Q_G, (K_H, K_G), float64.
+        overlap: M = Q_Hᵀ Q_G, (K_H, K_G), float64; of the vectors before any rounding.
         num_examples: N (N/σ² at noise σ).
         full_rank: whether the tails count or not.
     """
@@ -71,6 +73,10 @@ class SandwichCovariance(Covariance):
             covariance = ((in_g * self.opg_values) @ in_g.mT + c_g * left) / self.num_examples
 
         low, high = self._interval(parts, full_c)
+        if self.hessian_tail.rounding or self.opg_tail.rounding:
+            ball = Ball.of(a, squares, self.hessian_tail)
+            low_, high_ = self._around(parts, ball, full_c)
+            low, high = torch.minimum(low, low_), torch.maximum(high, high_)
         return Spread(
             variance=self._g_square(parts, c_h, c_g) / self.num_examples,
             low=low / self.num_examples,
@@ -79,9 +85,9 @@ class SandwichCovariance(Covariance):
             covariance=covariance,
         )
 
-    def root(self, vectors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        q_h = vectors["hessian"][: self.hessian_tail.rank]
-        q_g = vectors["opg"][: self.opg_tail.rank]
+    def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
+        q_h = first(vectors["hessian"], self.hessian_tail.rank)
+        q_g = first(vectors["opg"], self.opg_tail.rank)
         c_h, c_g = 0.0, 0.0
         if self.full_rank:
             c_h, c_g = 1.0 / self.hessian_tail.harmonic_mean, self.opg_tail.harmonic_mean
@@ -113,6 +119,46 @@ class SandwichCovariance(Covariance):
         pull = self._pull(parts, c_h, tail.floor)
         step = torch.minimum(radius, pull / tail.floor)
         low = lower - 2 * step * pull + tail.floor * step.square()
+        triangle = (lower.sqrt() - most**0.5 * radius).clamp(min=0).square()
+        return torch.maximum(low.clamp(min=0), triangle), high
+
+    def _around(self, parts: _Parts, ball: Ball, c_h: float) -> tuple[Tensor, Tensor]:
+        """`_interval` for any Q_Hᵀf and Q_Gᵀf as far from the given ones as rounding can be.
+
+        s = Q_Gᵀu = Mᵀ(Λ_H⁻¹ − c_H)a + c_H b is then within max|1/λᴴ − c_H|·r_H + c_H·r_G, and all
+        that the interval is made of is quadratic in a and in s.
+        """
+        tail, inverse = self.opg_tail, 1 / self.hessian_values
+        c_h = 0.0 if self.hessian_tail.is_empty else c_h
+        reach = (inverse - c_h).abs().max() * ball.radius
+        reach = reach + c_h * tail.rounding * ball.squares.sqrt()
+        s = Ball(parts.head_g + c_h * parts.outside_g, reach, ball.squares)
+        bent = inverse.square() - c_h**2
+        lengths = [  # the least and the most that ‖u‖² can be
+            (c_h**2 * ball.squares + part).clamp(min=0)
+            for part in (ball.least(bent), ball.most(bent))
+        ]
+        outside = 0.0 if self.hessian_tail.is_empty else ball.outside_most.sqrt()
+        radius = self.hessian_tail.inverse_reach * outside
+        off = inverse.max() * ball.radius  # of Λ_H⁻¹a
+
+        def pull(c_g: float) -> Tensor:
+            values = self.opg_values
+            whole = s.most(values.square() - c_g**2) + c_g**2 * lengths[1]
+            inside = ((values - c_g) * s.middle) @ self.overlap.T + c_g * parts.head
+            known = inside.norm(dim=-1) - (values - c_g).abs().max() * reach - c_g * off
+            return (whole - known.clamp(min=0).square()).clamp(min=0).sqrt()
+
+        most = self.largest_outside
+        upper = s.most(self.opg_values - tail.ceiling) + tail.ceiling * lengths[1]
+        upper = upper.clamp(min=0) + tail.slack * lengths[1]
+        pulled = pull(tail.ceiling) + tail.slack * lengths[1].sqrt()
+        high = upper + 2 * radius * pulled + most * radius**2
+        high = torch.minimum(high, (upper.sqrt() + most**0.5 * radius).square())
+        lower = s.least(self.opg_values - tail.floor) + tail.floor * lengths[0]
+        lower, pulled = lower.clamp(min=0), pull(tail.floor)
+        step = (pulled / tail.floor).minimum(torch.as_tensor(radius).to(pulled))
+        low = lower - 2 * step * pulled + tail.floor * step.square()
         triangle = (lower.sqrt() - most**0.5 * radius).clamp(min=0).square()
         return torch.maximum(low.clamp(min=0), triangle), high
 

@@ -29,6 +29,8 @@ class Tail:
         slack: how much too low the eigenvalues, those in use too, can be. The incremental SVD drops
             a positive semidefinite part of no more than this norm: A lies between the matrix of the
             pairs and that plus slack·I, and so do the inverses, the other way round.
+        rounding: η = ‖Q̃ − Q‖₂ of eigenvectors Q̃ that were rounded to be stored: projections on
+            them are off by at most η‖f‖ together.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Tail:
     is_empty: bool
     floor: float
     slack: float = 0.0
+    rounding: float = 0.0
 
     @classmethod
     def after(
@@ -47,6 +50,7 @@ class Tail:
         size: int,
         least: float | None = None,
         slack: float = 0.0,
+        rounding: float = 0.0,
     ) -> Tail:
         """The tail behind the first `rank` of the descending `values`.
 
@@ -66,7 +70,7 @@ class Tail:
         floor = min(l2, last)
         if least is not None and 0 < least < floor:
             floor = least
-        return cls(rank, l2, last, rank == size, floor, slack)
+        return cls(rank, l2, last, rank == size, floor, slack, rounding)
 
     @property
     def ceiling(self) -> float:

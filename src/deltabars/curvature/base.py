@@ -17,7 +17,6 @@ from deltabars.errors import BadValueError, MissingDependencyError, ModelError
 from deltabars.memory import KEPT, attempt, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.problem import Problem
-from deltabars.ranks import Columns
 from deltabars.space import Space
 
 _ROWS_AT_ONCE = 64
@@ -28,10 +27,6 @@ class CurvatureOperator(ABC):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        ranks = problem.ranks
-        columns = Columns.even(problem.num_parameters, ranks)
-        self.whole_space = Space(problem.num_parameters, ranks, columns)
-        self.reached_space = Space(problem.num_reached, ranks, columns.among(problem.reached))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,11 +66,11 @@ class CurvatureOperator(ABC):
 
         Cost: one pass over the data, and two messages where there are other ranks.
         """
-        return self._shared(vectors, self.whole_space, self._sum_of_all)
+        return self._shared(vectors, self.problem.spaces.whole, self._sum_of_all)
 
     def reached_matmat(self, vectors: Tensor) -> Tensor:
         """The same among the parameters that are reached: (b, p') -> (b, p')."""
-        return self._shared(vectors, self.reached_space, self._sum_here)
+        return self._shared(vectors, self.problem.spaces.reached, self._sum_here)
 
     def _shared(
         self, vectors: Tensor, space: Space, sum_here: Callable[[Tensor], Tensor]
@@ -91,13 +86,6 @@ class CurvatureOperator(ABC):
     def _sum_here(self, vectors: Tensor) -> Tensor:
         with self.problem.network.evaluation(), model_errors():
             return self._data_sum(vectors)
-
-    def picked(self, vectors: Tensor) -> Tensor:
-        """The columns that are reached, of rows (b, p) of the columns that are here."""
-        if self.reached is None:
-            return vectors
-        here = self.reached[self.reached_space.own] - self.whole_space.own.start
-        return vectors.index_select(1, here)
 
     def _pick(self, whole: Tensor) -> Tensor:
         """The columns of (b, P) that are reached: (b, P')."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from deltabars.errors import BadValueError
 from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood, unit_rows
 from deltabars.summation import add_inner
+from deltabars.vectors import Basis, columns, ranges
 
 SPACES = ("probability", "logit")
 
@@ -48,7 +49,7 @@ def sensitivities(
     pullback: Pullback,
     likelihood: Likelihood,
     inputs: Inputs,
-    bases: Mapping[str, Tensor],
+    bases: Mapping[str, Basis],
     space: str = "probability",
     *,
     classes: Callable[[Tensor], Tensor] | None = None,
@@ -61,7 +62,8 @@ def sensitivities(
     the basis first, for all classes together.
 
     Args:
-        bases: named orthonormal bases, rows (K, P).
+        bases: named orthonormal bases, rows (K, P). Of those that are not tensors the columns of
+            one layer are asked for at a time, or of a part of it where it is large.
         space: `"probability"` for F = (∂m/∂z)·∂z/∂ω, `"logit"` for F = ∂z/∂ω.
         classes: which k classes (B, k) to compute the rows of, given the outputs; all if None.
         with_gram: whether to compute L Lᵀ whole, and not its diagonal alone.
@@ -76,9 +78,12 @@ def sensitivities(
     sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
     for factors in pulled.layers:
         assert factors.weight is not None
-        sums.add_layer(factors, {name: q[:, places[factors.weight]] for name, q in bases.items()})
+        for part, place in _parts_of_layer(factors, places[factors.weight], bases):
+            sums.add_layer(part, {name: columns(q, place) for name, q in bases.items()})
     for name, rows in pulled.loose.items():
-        sums.add_rows(rows, {matrix: q[:, places[name]] for matrix, q in bases.items()})
+        for place in _blocks(places[name], bases):
+            here = rows[..., place.start - places[name].start : place.stop - places[name].start]
+            sums.add_rows(here, {matrix: columns(q, place) for matrix, q in bases.items()})
     sums.finish()
     mean = space == "probability"
     value = likelihood.mean(outputs) if mean else outputs
@@ -100,6 +105,32 @@ def cotangents(
     return rows(outputs, None if classes is None else classes(outputs))
 
 
+def _blocks(place: slice, bases: Mapping[str, Basis]) -> Iterator[slice]:
+    """A parameter's columns: together, or as many at a time as bases that are no tensors bear."""
+    away = [q for q in bases.values() if not isinstance(q, Tensor)]
+    if not away:
+        yield place
+        return
+    width = sum(q.shape[0] * q.dtype.itemsize for q in away)
+    yield from ranges(place.start, place.stop, width, away[0].device)
+
+
+def _parts_of_layer(
+    factors: Factors, place: slice, bases: Mapping[str, Basis]
+) -> Iterator[tuple[Factors, slice]]:
+    """A layer, or some of its outputs at a time, with the columns of its weight."""
+    outputs, inputs = factors.signals.shape[2], factors.activations.shape[2]
+    together = next(_blocks(place, bases), place)
+    step = max(1, (together.stop - together.start) // max(1, inputs))
+    if step >= outputs:
+        yield factors, place
+        return
+    for low in range(0, outputs, step):
+        high = min(low + step, outputs)
+        part = replace(factors, signals=factors.signals[:, :, low:high])
+        yield part, slice(place.start + low * inputs, place.start + high * inputs)
+
+
 def check_space(space: str) -> None:
     """Refuse a space that does not exist."""
     if space not in SPACES:
@@ -109,12 +140,12 @@ def check_space(space: str) -> None:
 class _Sums:
     """Sums over the parameters, in float64: their squares are subtracted later on."""
 
-    def __init__(self, squares: Tensor, bases: Mapping[str, Tensor], with_gram: bool) -> None:
+    def __init__(self, squares: Tensor, bases: Mapping[str, Basis], with_gram: bool) -> None:
         size = squares.shape  # (B, R)
         self.squares = squares
         self.gram = self.squares.new_zeros(*size, size[1]) if with_gram else None
         self.projections = {
-            name: self.squares.new_zeros(*size, len(basis)) for name, basis in bases.items()
+            name: self.squares.new_zeros(*size, basis.shape[0]) for name, basis in bases.items()
         }
         self._waiting: list[tuple[Tensor, Mapping[str, Tensor]]] = []
 

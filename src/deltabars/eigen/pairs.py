@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
-from deltabars.space import Space
+from deltabars.space import Spaces
+from deltabars.vectors import first
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
+ROUNDING = "storage_rounding"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,8 @@ class EigenPairs:
 
     Attributes:
         values: the eigenvalues, descending, (K,), float64.
-        vectors: the eigenvectors, orthonormal rows, (K, P).
+        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or `vectors.Vectors` where
+            they stay in files or in the memory of the CPU, or are sharded over processes.
         residuals: ‖Aq − λq‖ for each pair, over `residual_scale(values)`, (K,), float64.
         smallest: eigenvalues known from the lower end of the spectrum, ascending, (m,), float64.
             They need not be next to one another unless the solver was asked for them.
@@ -33,7 +37,7 @@ class EigenPairs:
     """
 
     values: Tensor
-    vectors: Tensor
+    vectors: Tensor | Any
     residuals: Tensor
     smallest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
     smallest_residuals: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
@@ -59,6 +63,11 @@ class EigenPairs:
     def slack(self) -> float:
         """How much too low the values can be, beyond rounding: what incremental SVD discarded."""
         return float(self.statistics.get(DISCARDED, 0.0))
+
+    @property
+    def rounding(self) -> float:
+        """‖Q̃ − Q‖₂: how far rounded vectors Q̃ are from those that were computed, Q."""
+        return float(self.statistics.get(ROUNDING, 0.0))
 
     @property
     def exact_least(self) -> float | None:
@@ -96,7 +105,7 @@ class EigenPairs:
         return replace(
             self,
             values=self.values[:count],
-            vectors=self.vectors[:count].clone(),
+            vectors=_first(self.vectors, count),
             residuals=self.residuals[:count],
             smallest=torch.cat([self.smallest, self.values[count:].flip(0)]),
             smallest_residuals=torch.cat([self.smallest_residuals, self.residuals[count:].flip(0)]),
@@ -114,20 +123,23 @@ class EigenPairs:
         )
 
 
-def embed(
-    pairs: EigenPairs, places: Tensor, space: Space, inner_space: Space, elsewhere: float
-) -> EigenPairs:
+def _first(vectors: Any, count: int) -> Any:
+    found = first(vectors, count)
+    return found.clone() if isinstance(found, Tensor) else found
+
+
+def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
     """The eigenpairs of a matrix (P, P) that is A at some places and `elsewhere`·I beyond.
 
     Args:
         pairs: of A, as many as are wanted.
-        places: where the rows and columns of A are, ascending.
-        space: of the larger matrix.
-        inner_space: of A.
+        spaces: of the larger matrix, and of A.
         elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
     """
+    space, places, here = spaces.whole, spaces.places, spaces.places_here
+    if places is None:
+        return pairs
     count, others = len(pairs), space.size - len(places)
-    here = places[inner_space.own] - space.own.start
     first = int((pairs.values >= elsewhere).sum())
     units = min(count - first, others)  # they come before eigenvalues that are lower
     last = count - first - units
