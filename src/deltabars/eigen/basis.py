@@ -203,6 +203,15 @@ def _inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, eye, upper=False)
 
 
+def completed(rows: Tensor, count: int, space: Space) -> Tensor:
+    """Orthonormal rows (k, p), and as many more as `count` of them take, in any direction."""
+    if len(rows) == count:
+        return rows.contiguous()
+    basis = Basis(space, 1, rows.device, rows.dtype, rows)
+    fresh = _fresh_rows(basis, rows, count - len(rows), torch.Generator().manual_seed(0))
+    return torch.cat([rows, fresh])
+
+
 def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Random orthonormal rows (count, p), orthogonal to the basis and to `rows`."""
     space = basis.space

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deltabars.eigen.basis import completed
 from deltabars.eigen.krylov import OnStep
 from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
@@ -23,6 +24,7 @@ from deltabars.eigen.pairs import (
 from deltabars.eigen.resuming import fill, with_errors
 from deltabars.eigen.states import Checkpoint, Rows, State
 from deltabars.errors import BadValueError, CheckpointMismatchError
+from deltabars.space import Space
 
 
 def incremental_svd(
@@ -55,13 +57,15 @@ def incremental_svd(
 
     Cost: one pass; (rank + n)²·P operations a block, (2·rank + n)·P numbers.
     """
+    space = getattr(source, "space", None) or Space(0)
     if hasattr(source, "row_blocks"):
-        state = _State.after(source.row_blocks(), rank, centred, on_step, checkpoint)
+        blocks = _dealt(source.row_blocks(), source, space)
+        state = _State.after(blocks, rank, centred, on_step, checkpoint, space)
         factor, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):
-        return _of_matrix(source, rank, on_step, checkpoint)
+        return _of_matrix(source, rank, on_step, checkpoint, space)
     elif isinstance(source, Iterable):
-        state = _State.after(source, rank, centred, on_step, checkpoint)
+        state = _State.after(source, rank, centred, on_step, checkpoint, space)
         factor, shift = 1.0 / state.count, 0.0
     else:
         raise BadValueError(
@@ -70,22 +74,35 @@ def incremental_svd(
         )
     values = state.strengths.double().square() * factor + shift
     lost = state.discarded * factor
-    return _pairs(values, state.vectors, rank, shift, lost, state.count, centred)
+    return _pairs(values, state.vectors, rank, shift, lost, state, centred)
 
 
 def _of_matrix(
-    matrix: Any, rank: int, on_step: OnStep | None, checkpoint: Checkpoint | None
+    matrix: Any, rank: int, on_step: OnStep | None, checkpoint: Checkpoint | None, space: Space
 ) -> EigenPairs:
     """The same for a positive semidefinite matrix, by its own rows."""
     products = as_products(matrix)
     eye = torch.eye(products.shape[0], device=products.device, dtype=products.dtype)
     blocks = (products.matmat(block) for block in eye.split(max(rank, 16)))
-    state = _State.after(blocks, rank, False, on_step, checkpoint)
+    state = _State.after(blocks, rank, False, on_step, checkpoint, space)
     values = (products.matmat(state.vectors).double() * state.vectors.double()).sum(1)
     order = values.argsort(descending=True)
-    return _pairs(
-        values[order], state.vectors[order], rank, 0.0, state.discarded**0.5, state.count, False
-    )
+    lost = state.discarded**0.5
+    return _pairs(values[order], state.vectors[order], rank, 0.0, lost, state, False)
+
+
+def _dealt(blocks: Iterable[Tensor], source: Any, space: Space) -> Iterator[Tensor]:
+    """The rows of all ranks, a block of each at a time: of these the columns that are here."""
+    if space.ranks.count == 1:
+        yield from blocks
+        return
+    nothing = torch.zeros(0, space.size, device=source.device, dtype=source.dtype)
+    own = iter(blocks)
+    while True:
+        block = next(own, None)
+        if not any(space.ranks.gather(block is not None)):
+            return
+        yield space.ranks.exchanged(nothing if block is None else block, space.columns)
 
 
 @dataclass(frozen=True)
@@ -93,10 +110,11 @@ class _State:
     """The leading singular values and right singular vectors of the rows so far."""
 
     strengths: Tensor  # (k,)
-    vectors: Tensor  # (k, P)
-    mean: Tensor  # (P,), of the rows, where they are centred
+    vectors: Tensor  # (k, p)
+    mean: Tensor  # (p,), of the rows, where they are centred
     count: int  # of rows
     discarded: float  # the sum of the squared singular values cut
+    space: Space
 
     @classmethod
     def after(
@@ -106,6 +124,7 @@ class _State:
         centred: bool,
         on_step: OnStep | None,
         checkpoint: Checkpoint | None,
+        space: Space,
     ) -> _State:
         """The state after one pass over blocks of rows."""
         state: _State | None = None
@@ -116,9 +135,12 @@ class _State:
                 raise BadValueError(
                     f"Rows: expected blocks (n, P), got shape {tuple(block.shape)}."
                 )
-            check_rank(rank, block.shape[1])
+            if space.ranks.count == 1:
+                space = Space(block.shape[1])
+            check_rank(rank, space.size)
             if state is None:
-                state = cls(block.new_zeros(0), block[:0], block.new_zeros(block.shape[1]), 0, 0.0)
+                nothing = block.new_zeros(0)
+                state = cls(nothing, block[:0], block.new_zeros(block.shape[1]), 0, 0.0, space)
             course.note(block)
             if course.is_behind:
                 continue
@@ -144,10 +166,30 @@ class _State:
             stack[1] = block - block.mean(0)
             stack.append(math.sqrt(self.count * new / total) * gap[None])
             mean = mean + gap * (new / total)
-        _, strengths, vectors = torch.linalg.svd(torch.cat(stack), full_matrices=False)
+        strengths, vectors = _singular(torch.cat(stack), self.space)
         cut = float(strengths[rank:].double().square().sum())
         vectors = vectors[:rank].contiguous()
-        return _State(strengths[:rank], vectors, mean, total, self.discarded + cut)
+        return _State(strengths[:rank], vectors, mean, total, self.discarded + cut, self.space)
+
+
+def _singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
+    """The singular values of rows (m, p), and the columns of their right vectors that are here.
+
+    Where the columns are shared out, by a QR factorisation of each rank's and one of all of theirs.
+    """
+    if space.ranks.count == 1:
+        _, strengths, vectors = torch.linalg.svd(rows, full_matrices=False)
+        return strengths, vectors
+    own, factor = torch.linalg.qr(rows.T)  # (p, k), (k, m)
+    factors = space.ranks.gather(factor.cpu())
+    sizes = [1, *map(len, factors)]
+    found = factor.new_zeros(sum(sizes), min(sum(sizes) - 1, len(rows)), device="cpu")
+    if space.ranks.is_first:  # Wᵀ of the SVD of all columns, by way of their own QR
+        columns, inner = torch.linalg.qr(torch.cat(factors))  # (Σk, r), (r, m)
+        _, strengths, turn = torch.linalg.svd(inner.T, full_matrices=False)
+        found = torch.cat([strengths[None], columns @ turn.T])
+    strengths, *turns = space.agree_(found).split(sizes)
+    return strengths[0].to(rows), turns[space.ranks.rank].to(rows).T @ own.T
 
 
 class _Pass:
@@ -223,7 +265,8 @@ def _restored(saved: State, empty: _State) -> _State:
     fill(vectors, saved.rows["vectors"])
     if mean.shape != empty.mean.shape:
         raise ValueError("another mean")
-    return _State(strengths, vectors, mean, _count(saved), float(saved.tensors["discarded"]))
+    lost = float(saved.tensors["discarded"])
+    return _State(strengths, vectors, mean, _count(saved), lost, empty.space)
 
 
 def _pairs(
@@ -232,7 +275,7 @@ def _pairs(
     rank: int,
     shift: float,
     lost: float,
-    rows: int,
+    state: _State,
     centred: bool,
 ) -> EigenPairs:
     full = torch.full((rank,), shift, dtype=torch.float64, device=vectors.device)
@@ -241,27 +284,15 @@ def _pairs(
     tolerance = default_tolerance(vectors.dtype)
     return EigenPairs(
         full,
-        _fill(vectors, rank),
+        completed(vectors, rank, state.space),
         bound,
         statistics={
             "solver": "incremental",
             "products": 0,
             "converged": int((bound <= tolerance).sum()),
             "tolerance": tolerance,
-            "rows": rows,
+            "rows": state.count,
             "centred": centred,
             DISCARDED: lost,
         },
     )
-
-
-def _fill(vectors: Tensor, rank: int) -> Tensor:
-    """Complete fewer than `rank` orthonormal rows: beyond the rows' span every direction serves."""
-    missing = rank - vectors.shape[0]
-    if missing == 0:
-        return vectors.contiguous()
-    # Householder QR of [Vᵀ, E] completes Vᵀ; the E that are needed are never more than rank.
-    width = vectors.shape[1]
-    fixed = torch.eye(width, rank + missing, device=vectors.device, dtype=vectors.dtype)
-    columns = torch.linalg.qr(torch.cat([vectors.T, fixed], dim=1))[0]
-    return torch.cat([vectors, columns[:, vectors.shape[0] : rank].T])
