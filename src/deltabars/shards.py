@@ -72,7 +72,9 @@ def write_part(
     """
     name = f"vectors-{number:05d}-of-{count:05d}.safetensors"
     tensors = {f"{matrix}.vectors": rows for matrix, rows in matrices.items()}
-    digest = storage.write(folder / name, {"start": start, "stop": stop}, tensors)
+    digest = storage.write(
+        folder / name, {"start": start, "stop": stop}, tensors, storage.FORMAT_VERSION
+    )
     held = sum(rows.numel() * rows.element_size() for rows in matrices.values())
     return PartEntry(name, start, stop, tuple(sorted(matrices)), digest, held)
 
@@ -89,9 +91,10 @@ def write_index(
         parts: of all files, in any order.
     """
     ordered = sorted(parts, key=lambda part: part.start)
+    digest = storage.write(folder / HEAD, header, tensors, storage.FORMAT_VERSION)
     content: dict[str, Any] = {
         "format": storage.FORMAT_VERSION,
-        "fit": {"file": HEAD, "digest": storage.write(folder / HEAD, header, tensors)},
+        "fit": {"file": HEAD, "digest": digest},
         "total_size": sum(part.bytes for part in ordered),
         "parts": [asdict(part) for part in ordered],
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from deltabars.summation import add_inner, inner
 
 # Bytes of columns that are on the device at a time, unless one output of a layer has more.
-_AT_ONCE = {"cpu": 1 << 27}
+_AT_ONCE = {"cpu": 1 << 25}
 _AT_ONCE_ELSEWHERE = 1 << 30
 _STEP = 512  # columns that a block has a multiple of, as sums are taken over stretches of these
 

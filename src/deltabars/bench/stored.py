@@ -44,7 +44,8 @@ def measure_storage(
     with tempfile.TemporaryDirectory() as folder:
         for name in _TYPES:
             path = Path(folder) / name
-            result[name] = part = {}
+            part: dict[str, Any] = {}
+            result[name] = part
             _, part["save seconds"] = stopwatch(
                 lambda path=path, name=name: fit.save(  # type: ignore[misc]
                     path, dtype=name, max_file_size=max(1, held // _FILES)
