@@ -28,8 +28,6 @@ from deltabars.errors import (
 from deltabars.runs import Run
 from deltabars.vectors import PartedVectors
 from tests.conftest import cached_case
-from tests.test_commands import executed  # noqa: F401
-from tests.workshop import TEST
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
 SHORT = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}  # half of an ulp, relative
@@ -413,19 +411,21 @@ class TestRefused:
 
 
 class TestCommands:
-    def test_fit_and_predict(self, workshop, tmp_path, capsys, executed):  # noqa: F811
+    def test_fit_and_predict(self, workshop, tmp_path, capsys):
         run, again = tmp_path / "run", tmp_path / "again"
         options = ["fit", *workshop.options, "--rank", "6", "--store", "bfloat16"]
         options += ["--max-file-size", "2KB", "--quiet"]
         assert main([*options, "--out", str(run)]) == 0
         assert len(list((run / "fit.deltabars").glob("vectors-*"))) > 1
-        executed(*options, "--out", again)
+        capsys.readouterr()
+        assert main([*options, "--out", str(again), "--print-python"]) == 0
+        exec(compile(capsys.readouterr().out, "printed", "exec"), {"__name__": "__main__"})
         fits = [Run.open(path).load_fit(offload=True) for path in (run, again)]
         pairs = [fit.spectra["opg"] for fit in fits]
         assert pairs[0].vectors.stored == torch.bfloat16
         assert torch.equal(pairs[0].vectors.whole(), pairs[1].vectors.whole())
         capsys.readouterr()
-        asked = ["predict", str(run), "--data", str(workshop.folder / TEST), "--quiet"]
+        asked = ["predict", str(run), "--data", str(workshop.folder / "test"), "--quiet"]
         assert main([*asked, "--offload", "--json"]) == 0
         there = json.loads(capsys.readouterr().out)
         assert main([*asked, "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,10 +29,7 @@ def rows_of(count, size, seed=0, dtype=torch.float64):
 def parted(rows, *ends, dtype=None):
     """Rows in parts that end at some columns."""
     borders = [0, *ends, rows.shape[1]]
-    parts = tuple(
-        Part(low, high, rows[:, low:high].clone())
-        for low, high in zip(borders, borders[1:], strict=False)
-    )
+    parts = tuple(Part(low, high, rows[:, low:high].clone()) for low, high in pairwise(borders))
     return PartedVectors(parts, len(rows), dtype or rows.dtype, CPU)
 
 
@@ -103,7 +101,7 @@ class TestParts:
             seen = list(vectors.ranges(3, 3 + size, 8 << 12, CPU))
             assert seen[0].start == 3
             assert seen[-1].stop == 3 + size
-            assert all(a.stop == b.start for a, b in zip(seen, seen[1:], strict=False))
+            assert all(a.stop == b.start for a, b in pairwise(seen))
 
     def test_pickles(self):
         held = parted(rows_of(2, 9), 4)

@@ -116,7 +116,7 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
     """The header, the small tensors, and the parts of each matrix's eigenvectors, mapped.
 
-    Every file is read once, for its digest. Memory: that of the small tensors.
+    Every file is read through, for its digest. Memory: that of the small tensors.
 
     Raises:
         CorruptFileError: the index or a file is altered, or they do not belong together.
