@@ -17,6 +17,7 @@ from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
 from deltabars.memory import read_bytes
+from deltabars.precision import full_precision
 from deltabars.rounding import measured_loss, rounded, stored_dtype
 from deltabars.writing import write_whole_folder
 
@@ -30,6 +31,11 @@ MAX_FILE_SIZE = "5GB"
 
 def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
     """Write a fit; the arguments are those of `DeltaFit.save`, and checked."""
+    with full_precision(fit.network.device):
+        _save(fit, path, dtype, max_file_size)
+
+
+def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
     if not is_own(fit.likelihood):
         raise StorageError(
             f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
