@@ -91,10 +91,7 @@ class DeltaFit(Shown):
 
     @property
     def effective_parameters(self) -> float:
-        """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ over the K pairs.
-
-        A sandwich fit answers for its Hessian.
-        """
+        """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
         return effective_parameters(self)
 
     @property
@@ -256,13 +253,11 @@ class DeltaFit(Shown):
         """Write the fit; read it again with `deltabars.load(path, model)`.
 
         Args:
-            path: a new file, whole or not at all. A folder of several files and their index where
-                the eigenvectors take more than `max_file_size`, or `path` is a folder or ends in /.
-            dtype: what the eigenvectors are stored in: as they are by default; `torch.float32`,
-                `torch.bfloat16` or `torch.float16`, or their names. What is lost by that is
-                measured (4·K²·P operations), told in `diagnostics["storage"]` of the fit that is
-                loaded, and counted in its `std_low` and `std_high`.
-            max_file_size: bytes of eigenvectors in one file, such as `"2GB"`.
+            path: a file; a folder of several and their index where the eigenvectors take more than
+                `max_file_size` (such as `"2GB"`), or where `path` is a folder or ends in /.
+            dtype: what eigenvectors are stored in: as they are by default; float32, bfloat16 or
+                float16. What that loses is measured (4·K²·P operations), told in
+                `diagnostics["storage"]` once loaded, and counted in `std_low` and `std_high`.
         """
         save(self, path, dtype, max_file_size)
 
@@ -290,9 +285,9 @@ class DeltaFit(Shown):
     @cached_property
     def overlap(self) -> Tensor:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
-        if self.known_overlap is not None:
-            return self.known_overlap
-        return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
+        known = self.known_overlap
+        h, g = (self.spectra[name].vectors for name in ("hessian", "opg"))
+        return products(h, g) if known is None else known
 
     def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
         """Σ of an estimator that the fit serves, from its first `rank` pairs."""

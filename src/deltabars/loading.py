@@ -57,8 +57,8 @@ def load(
         memory_budget, progress: as for `fit`.
         offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
             come to the device when they are needed; with False they are read as one tensor. By
-            default that is where they take up to three quarters of the memory budget. All files are
-            read once in either case, to see that they are whole.
+            default that is where they take up to three quarters of the memory budget. The files
+            are read through in either case, to see that they are whole.
 
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.

@@ -17,6 +17,7 @@ from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
 from deltabars.memory import read_bytes
+from deltabars.precision import full_precision
 from deltabars.rounding import measured_loss, rounded, stored_dtype
 from deltabars.writing import write_whole_folder
 
@@ -30,6 +31,11 @@ MAX_FILE_SIZE = "5GB"
 
 def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
     """Write a fit; the arguments are those of `DeltaFit.save`, and checked."""
+    with full_precision(fit.network.device):
+        _save(fit, path, dtype, max_file_size)
+
+
+def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
     if not is_own(fit.likelihood):
         raise StorageError(
             f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
@@ -43,7 +49,7 @@ def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None
     width = sum(len(pairs) * types[name].itemsize for name, pairs in fit.spectra.items())
     target = Path(path)
     in_files = width * fit.num_parameters > most
-    if in_files or target.is_dir() or str(path).endswith(os.sep):
+    if in_files or os.path.isdir(target) or str(path).endswith(os.sep):
         _check_replaceable(target)
         together = max(1, most // width)
         header, tensors = head_of(fit, types, losses)
@@ -53,14 +59,16 @@ def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None
             replace=True,
         )
         return
-    header, tensors = head_of(fit, types if any(losses.values()) else None, losses)
+    told = types if any(losses.values()) or any(map(_is_short, types.values())) else None
+    header, tensors = head_of(fit, told, losses)
     size = fit.num_parameters
     for name, pairs in fit.spectra.items():
         as_it_is = isinstance(pairs.vectors, Tensor) and pairs.vectors.dtype == types[name]
         tensors[f"{name}.vectors"] = (
             pairs.vectors if as_it_is else rounded(pairs.vectors, 0, size, types[name])
         )
-    storage.write(path, header, tensors)
+    version = storage.USUAL_VERSION if told is None else storage.FORMAT_VERSION
+    storage.write(path, header, tensors, version)
 
 
 def head_of(
@@ -137,9 +145,13 @@ def _write_files(
     shards.write_index(folder, header, tensors, parts)
 
 
+def _is_short(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < torch.float32.itemsize
+
+
 def _check_replaceable(target: Path) -> None:
     """Refuse to put a fit where a folder of something else is."""
-    if target.is_dir() and any(target.iterdir()) and not shards.is_fit_folder(target):
+    if os.path.isdir(target) and any(target.iterdir()) and not shards.is_fit_folder(target):
         raise StorageError(
             f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "
             "with other files in it."

@@ -72,7 +72,9 @@ def write_part(
     """
     name = f"vectors-{number:05d}-of-{count:05d}.safetensors"
     tensors = {f"{matrix}.vectors": rows for matrix, rows in matrices.items()}
-    digest = storage.write(folder / name, {"start": start, "stop": stop}, tensors)
+    digest = storage.write(
+        folder / name, {"start": start, "stop": stop}, tensors, storage.FORMAT_VERSION
+    )
     held = sum(rows.numel() * rows.element_size() for rows in matrices.values())
     return PartEntry(name, start, stop, tuple(sorted(matrices)), digest, held)
 
@@ -89,9 +91,10 @@ def write_index(
         parts: of all files, in any order.
     """
     ordered = sorted(parts, key=lambda part: part.start)
+    digest = storage.write(folder / HEAD, header, tensors, storage.FORMAT_VERSION)
     content: dict[str, Any] = {
         "format": storage.FORMAT_VERSION,
-        "fit": {"file": HEAD, "digest": storage.write(folder / HEAD, header, tensors)},
+        "fit": {"file": HEAD, "digest": digest},
         "total_size": sum(part.bytes for part in ordered),
         "parts": [asdict(part) for part in ordered],
     }
@@ -113,7 +116,7 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
     """The header, the small tensors, and the parts of each matrix's eigenvectors, mapped.
 
-    Every file is read once, for its digest. Memory: that of the small tensors.
+    Every file is read through, for its digest. Memory: that of the small tensors.
 
     Raises:
         CorruptFileError: the index or a file is altered, or they do not belong together.

@@ -24,21 +24,25 @@ from deltabars.errors import CorruptFileError, FormatVersionError, StorageError,
 from deltabars.reading import length_of, open_plain, parse_json
 from deltabars.writing import write_whole
 
-# 2 has the scales of parameters with λs of their own; 3 eigenvectors of 16 bits, and several files.
-FORMAT_VERSION = 3
+# 2 has the scales of parameters with λs of their own; 3 eigenvectors that were rounded, or are in
+# several files, and is written only where that is so.
+FORMAT_VERSION, USUAL_VERSION = 3, 2
 _ENTRY = "deltabars"
 _LONGEST_HEADER = 64 << 20
 
 
 def write(
-    path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    version: int = USUAL_VERSION,
 ) -> str:
     """Write a file, whole or not at all; returns its digest."""
     target = Path(path)
     if not target.parent.is_dir():
         raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    content = {**header, "format": FORMAT_VERSION}
+    content = {**header, "format": version}
     content["digest"] = _digest(content, plain)
     try:
         write_whole(

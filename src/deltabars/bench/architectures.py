@@ -88,6 +88,7 @@ def _measured(bench: Bench, setting: Setting) -> Record:
     notes = [f"{name}: {_listed(quality)}", *([] if peak is not None else [UNKNOWN])]
     try:
         storage = measure_storage(bench, setting, fit, keep)
+        notes.append(storage["note"])
     except DeltaBarsError as error:  # a disk that is full: the rest was measured
         storage = {"error": str(error)}
         notes.append(f"{name}: stored fits were not measured: {error}")

@@ -26,7 +26,9 @@ from deltabars.commands.options import (
 from deltabars.commands.python import Code, call, made, program
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
+from deltabars.rounding import DTYPES
 from deltabars.runs import Run, check_new
+from deltabars.saving import MAX_FILE_SIZE
 from deltabars.sources.checking import check_together
 
 _DESCRIPTION = """\
@@ -111,6 +113,18 @@ def register(commands: Any) -> None:
         metavar="DIR",
         help="save the state there every minute; the same command goes on from it",
     )
+    add = parser.add_argument_group("how it is kept").add_argument
+    add(
+        "--store",
+        choices=tuple(DTYPES),
+        help="what the eigenvectors are stored in (default: as they were computed)",
+    )
+    add(
+        "--max-file-size",
+        type=memory,
+        metavar="BYTES",
+        help=f"several files above that, such as 2GB (default: {MAX_FILE_SIZE})",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a RUN that is there")
     add_output(parser)
@@ -134,7 +148,15 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     fit = deltabars.fit(network, source.data, progress=not options.quiet, **arguments)
     seconds = time.perf_counter() - started
-    kept = Run.create(options.out, fit, model, data, source.classes, overwrite=options.overwrite)
+    kept = Run.create(
+        options.out,
+        fit,
+        model,
+        data,
+        source.classes,
+        overwrite=options.overwrite,
+        **_how_kept(options),
+    )
     if options.json:
         print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
         return
@@ -167,6 +189,7 @@ def python(options: argparse.Namespace) -> str:
             Code("data"),
             Code("source.classes"),
             overwrite=overwrite,
+            **_how_kept(options),
         ),
         "print(fit)",
     )
@@ -220,6 +243,12 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     if options.dtype is not None:
         found["dtype"] = options.dtype
     return found
+
+
+def _how_kept(options: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `Run.create` on the fit's files that were given."""
+    given = {"dtype": options.store, "max_file_size": options.max_file_size}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _l2(given: list[str]) -> float | dict[str, float]:

@@ -18,13 +18,14 @@ def fit_lines(options: argparse.Namespace, *imports: str) -> list[str]:
     }
     other_model = any(value is not None for value in given.values())
     model = call("replace", Code("run.model"), **given)
+    device = str(compute_device(options.device))
     return [
         "from dataclasses import replace" if other_model else "",
         "from deltabars.runs import Run",
         *imports,
         f"\nrun = {call('Run.open', options.fitted)}",
         f"run = replace(run, model={model})" if other_model else "",
-        f"fit = {call('run.load_fit', device=str(compute_device(options.device)))}",
+        f"fit = {call('run.load_fit', device=device, offload=options.offload)}",
     ]
 
 

@@ -68,6 +68,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fitted", type=Path, metavar="RUN", help="what `deltabars fit --out` made")
     add_model(parser, required=False)
     parser.add_argument("--device", help=DEVICE_HELP)
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        default=None,
+        help="leave the eigenvectors in the files (default: where they are too large for memory)",
+    )
 
 
 def add_asked(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def open_run(options: argparse.Namespace) -> Run:
 def load_fit(found: Run, options: argparse.Namespace) -> DeltaFit:
     """The fit of a RUN, on the device that was asked for."""
     device = str(compute_device(options.device))
-    return found.load_fit(device=device, progress=not options.quiet)
+    return found.load_fit(device=device, offload=options.offload, progress=not options.quiet)
 
 
 def arguments_for(options: argparse.Namespace, found: Run) -> dict[str, Any]:
