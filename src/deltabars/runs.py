@@ -23,6 +23,7 @@ import torch
 from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit
 from deltabars.loading import load
+from deltabars.ranks import current
 from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
 from deltabars.sources import NamedData, NamedModel, Source
@@ -63,13 +64,12 @@ class Run:
         *,
         overwrite: bool = False,
     ) -> Run:
-        """Write a RUN folder, whole or not at all.
+        """Write a RUN folder, whole or not at all; in a process group all ranks call it together.
 
         Raises:
             StorageError: it cannot be written, or exists and is not to be overwritten.
         """
         folder = Path(path).absolute()
-        check_new(folder, overwrite)
         about = {
             "format": _FORMAT,
             "torch": torch.__version__,
@@ -83,24 +83,34 @@ class Run:
             "data": asdict(data.absolute()),
             "classes": classes,
         }
-        own = secrets.token_hex(8)  # of this process and thread alone
-        draft, former = (
-            folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
-        )
-        try:
-            draft.mkdir()
-            fit.save(draft / _FIT)
-            (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
-            if overwrite and folder.exists():
-                os.replace(folder, former)
-            os.replace(draft, folder)
-        except OSError as error:
-            raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
-        finally:
-            if former.exists() and not folder.exists():
-                os.replace(former, folder)
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.rmtree(former, ignore_errors=True)
+        ranks = current()
+        with ranks.together():
+            if ranks.is_first:
+                check_new(folder, overwrite)
+            own = ranks.agreed(secrets.token_hex(8))  # of this launch and thread alone
+            draft, former = (
+                folder.with_name(f".{folder.name[-50:]}.{own}.{end}") for end in ("draft", "former")
+            )
+            try:
+                if ranks.is_first:
+                    draft.mkdir()
+                ranks.agreed(None)  # it is there
+                fit.save(draft / _FIT)
+                ranks.gather(None)  # all parts of it are
+                if ranks.is_first:
+                    (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
+                    if overwrite and folder.exists():
+                        os.replace(folder, former)
+                    os.replace(draft, folder)
+            except OSError as error:
+                raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
+            finally:
+                if ranks.is_first:
+                    if former.exists() and not folder.exists():
+                        os.replace(former, folder)
+                    shutil.rmtree(draft, ignore_errors=True)
+                    shutil.rmtree(former, ignore_errors=True)
+            ranks.agreed(None)  # the folder is there
         return cls.open(folder)
 
     @classmethod

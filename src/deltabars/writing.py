@@ -11,12 +11,15 @@ from pathlib import Path
 from deltabars.errors import StorageError
 
 
-def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
+def write_whole(
+    path: Path, writer: Callable[[Path], object], *, draft_prefix: str = "draft-"
+) -> None:
     """Write a file whole or not at all: to a draft beside it, which then takes its place.
 
     Args:
         path: the file.
         writer: writes to the path that it is given, which ends as `path` does.
+        draft_prefix: how the draft's name begins.
 
     Raises:
         StorageError: the file cannot be written.
@@ -24,7 +27,7 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     if "\0" in str(path):
         raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
     # Of a name that no other process or thread has, and that nobody can have put a link at.
-    draft = path.with_name(f"draft-{secrets.token_hex(8)}-{path.name[-50:]}")
+    draft = path.with_name(f"{draft_prefix}{secrets.token_hex(8)}-{path.name[-50:]}")
     try:
         draft.touch(exist_ok=False)
         writer(draft)
@@ -38,9 +41,13 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
             draft.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, draft_prefix: str = "draft-") -> None:
     """Write a text file whole or not at all."""
-    write_whole(path, lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
+    write_whole(
+        path,
+        lambda draft: draft.write_text(text + "\n", encoding="utf-8"),
+        draft_prefix=draft_prefix,
+    )
 
 
 def check_can_write(path: Path, option: str) -> None:
