@@ -1,6 +1,7 @@
 """The command line: `deltabars COMMAND …`.
 
 Exit codes: 0, it worked; 1, it failed, with one line on stderr that says why; 2, wrong usage.
+Started by torchrun, each process has its own; all but the first say which they are.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import TextIO
 
 import deltabars
-from deltabars.errors import DeltaBarsError, DeltaBarsWarning
+from deltabars.errors import CheckpointWarning, DeltaBarsError, DeltaBarsWarning, MemoryWarning
 
 _COMMANDS = (
     "demo", "fit", "predict", "rank", "spectrum", "report", "reproduce", "bench", "completion",
 )  # fmt: skip
+_OF_ONE_RANK = (CheckpointWarning, MemoryWarning)
 _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
@@ -35,7 +37,7 @@ class _Terminated(BaseException):
 
 def _terminate(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)
-    raise _Terminated
+    raise _Terminated("the process was asked to end")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_python:
             print(options.python(options))
             return 0
+        from deltabars.commands.launching import launched
+
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            options.run(options)
+            with launched(options):
+                options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("deltabars: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 1
     except _Terminated:
-        print("deltabars: terminated", file=sys.stderr)
+        _complain("terminated")
         return 1
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"deltabars: {_one_line(error)}", file=sys.stderr)
+        _complain(_one_line(error))
         return 1
     return 0
 
@@ -92,6 +97,16 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         add("--print-python", action="store_true", help="print the Python this stands for, and end")
         add("--debug", action="store_true", help="the traceback of an error as well")
     return parser, commands.choices
+
+
+def _complain(line: str) -> None:
+    print(f"deltabars: {_speaker()}{line}", file=sys.stderr)
+
+
+def _speaker() -> str:
+    """Who says it, where several processes were started and it is not the first."""
+    rank = os.environ.get("RANK", "0") if os.environ.get("MASTER_ADDR") else "0"
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def _one_line(error: Exception) -> str:
@@ -118,9 +133,14 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Our own warnings as one line, without the place in the code that gave them."""
+    """Our own warnings as one line, without the place in the code that gave them.
+
+    Those that all ranks give alike are the first rank's to show.
+    """
     ours = issubclass(category, DeltaBarsWarning)
-    text = f"deltabars: warning: {message}\n"
+    if ours and _speaker() and not issubclass(category, _OF_ONE_RANK):
+        return
+    text = f"deltabars: {_speaker()}warning: {message}\n"
     if not ours:
         text = warnings.formatwarning(message, category, filename, lineno, line)
     print(text, end="", file=file or sys.stderr)

@@ -11,28 +11,43 @@ from pathlib import Path
 
 from deltabars.errors import CheckpointInUseError, StorageError
 
-_FILE = "deltabars.lock"
 _PATIENCE = 10.0  # seconds: workers of a killed process live on for five
 _PAUSE = 0.1
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(
+    folder: Path,
+    file: str = "deltabars.lock",
+    what: str = "checkpoint",
+    user: str = "fit",
+    error: type[StorageError] = CheckpointInUseError,
+) -> Iterator[None]:
     """Hold a folder's lock, which the system takes back when the process ends, however it does.
 
+    Args:
+        folder: that one process at a time may use.
+        file: the lock's name in it.
+        what, user, error: for messages: what the folder is, what uses it, and of which kind.
+
     Raises:
-        CheckpointInUseError: another process, or another thread of this one, holds it.
+        CheckpointInUseError, or `error`: another process, or another thread of this one, holds it.
         StorageError: the folder cannot be written to.
     """
     try:
-        handle = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
-    except OSError as error:
+        handle = os.open(folder / file, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+    except OSError as failure:
         raise StorageError(
-            f"checkpoint: expected a folder that can be written to, got {folder} "
-            f"({error.strerror or error})."
-        ) from error
+            f"{what}: expected a folder that can be written to, got {folder} "
+            f"({failure.strerror or failure})."
+        ) from failure
     try:
-        _take(handle, folder)
+        owner = _take(handle)
+        if owner is not None:
+            raise error(
+                f"{what}: expected a folder that no other {user} uses, got {folder}, which "
+                f"{owner} is using. Wait for it to end, or give another folder."
+            )
         os.truncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -40,24 +55,21 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _take(handle: int, folder: Path) -> None:
+def _take(handle: int) -> str | None:
+    """Take the lock; who has it, if it cannot be had."""
     if sys.platform == "win32":  # where files in use cannot be replaced anyway
-        return
+        return None
     import fcntl
 
     until = time.monotonic() + _PATIENCE
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
+            return None
+        except OSError:
             owner = _owner(handle)
             if (owner is None or _is_alive(owner)) or time.monotonic() > until:
-                who = f"process {owner}" if owner is not None else "another process"
-                raise CheckpointInUseError(
-                    f"checkpoint: expected a folder that no other fit uses, got {folder}, which "
-                    f"{who} is using. Wait for it to end, or give another folder."
-                ) from error
+                return "another process" if owner is None else f"process {owner}"
         time.sleep(_PAUSE)
 
 

@@ -90,6 +90,9 @@ class Ranks:
         """
         yield
 
+    def check(self) -> None:
+        """Within `together`, between messages: raise what has become of another rank."""
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, in place."""
         return tensor
@@ -152,6 +155,10 @@ class _Group(Ranks):
         finally:
             self._watch = None
             watch.stop()
+
+    def check(self) -> None:
+        if self._watch is not None:
+            self._watch.check()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         return self._sent(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
@@ -230,8 +237,7 @@ class _Group(Ranks):
             work = operation(*tensors, async_op=True, **options)
             nap = 1e-5
             while not work.is_completed():
-                if self._watch is not None:
-                    self._watch.check()
+                self.check()
                 time.sleep(nap)
                 nap = min(1.5 * nap, _LONGEST_NAP)
             work.wait()

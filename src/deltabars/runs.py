@@ -20,13 +20,15 @@ import torch
 
 from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit
+from deltabars.folders import write_whole_folder
 from deltabars.loading import load
+from deltabars.ranks import current
 from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
 from deltabars.saving import MAX_FILE_SIZE
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
-from deltabars.writing import check_parent, write_whole, write_whole_folder
+from deltabars.writing import check_parent, write_whole
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _FORMAT = 1
@@ -66,11 +68,12 @@ class Run:
     ) -> Run:
         """Write a RUN folder, whole or not at all; the fit as `DeltaFit.save` is told to.
 
+        In a process group all ranks call it together.
+
         Raises:
             StorageError: it cannot be written, or exists and is not to be overwritten.
         """
         folder = Path(path).absolute()
-        check_new(folder, overwrite)
         about = {
             "format": _FORMAT,
             "torch": torch.__version__,
@@ -87,9 +90,10 @@ class Run:
 
         def write(draft: Path) -> None:
             fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
-            (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
+            if current().is_first:
+                (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
 
-        write_whole_folder(folder, write, replace=overwrite)
+        write_whole_folder(folder, write, current(), replace=overwrite)
         return cls.open(folder)
 
     @classmethod

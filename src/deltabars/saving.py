@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from deltabars import shards, storage
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
+from deltabars.folders import write_whole_folder
 from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
 from deltabars.memory import read_bytes
 from deltabars.precision import full_precision
+from deltabars.ranks import Columns
 from deltabars.rounding import measured_loss, rounded, stored_dtype
-from deltabars.writing import write_whole_folder
+from deltabars.sharded import here, ranks_of
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
@@ -49,13 +51,15 @@ def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> Non
     width = sum(len(pairs) * types[name].itemsize for name, pairs in fit.spectra.items())
     target = Path(path)
     in_files = width * fit.num_parameters > most
-    if in_files or os.path.isdir(target) or str(path).endswith(os.sep):
+    ranks = ranks_of(fit.spectra)
+    if ranks.count > 1 or in_files or os.path.isdir(target) or str(path).endswith(os.sep):
         _check_replaceable(target)
         together = max(1, most // width)
         header, tensors = head_of(fit, types, losses)
         write_whole_folder(
             target,
             lambda draft: _write_files(draft, fit, types, together, header, tensors),
+            ranks,
             replace=True,
         )
         return
@@ -132,17 +136,25 @@ def _write_files(
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    size = fit.num_parameters
-    count = math.ceil(size / together)
+    """Every rank writes the columns that are there; the first one writes the index of all."""
+    ranks = ranks_of(fit.spectra)
+    bounds = Columns.even(fit.num_parameters, ranks).bounds
+    ranges = [
+        (rank, start, min(start + together, stop))
+        for rank, (begin, stop) in enumerate(pairwise(bounds))
+        for start in range(begin, stop, together)
+    ]
     parts = []
-    for number, start in enumerate(range(0, size, together), 1):
-        stop = min(start + together, size)
-        matrices = {
-            name: rounded(pairs.vectors, start, stop, types[name])
-            for name, pairs in fit.spectra.items()
-        }
-        parts.append(shards.write_part(folder, number, count, matrices, start, stop))
-    shards.write_index(folder, header, tensors, parts)
+    for number, (rank, start, stop) in enumerate(ranges, 1):
+        if rank == ranks.rank:
+            matrices = {
+                name: rounded(*here(pairs.vectors, start, stop), types[name])
+                for name, pairs in fit.spectra.items()
+            }
+            parts.append(shards.write_part(folder, number, len(ranges), matrices, start, stop))
+    everywhere = [part for own in ranks.gather(parts) for part in own]
+    if ranks.is_first:
+        shards.write_index(folder, header, tensors, everywhere)
 
 
 def _is_short(dtype: torch.dtype) -> bool:

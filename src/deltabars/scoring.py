@@ -23,6 +23,8 @@ from deltabars.moderation import Moderation
 from deltabars.network import Network, model_errors
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
+from deltabars.ranks import Ranks
+from deltabars.sharded import ShardedVectors
 from deltabars.vectors import Basis
 
 _READ_SIZE = 8192  # inputs, where they do not come in batches
@@ -78,9 +80,40 @@ class Scorer:
     def _predictions(self, inputs: Any, given: int | None) -> Iterator[dict[str, Prediction]]:
         """The predictions of all inputs, a chunk at a time."""
         size = None if given is None else ChunkSize(given)
+        sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
+        if sharded:
+            yield from self._in_step(inputs, given, sharded[0].space.ranks)
+            return
         for batch in read_inputs(inputs, self.signature, self._network):
             size = ChunkSize(self._choose_chunk_size(batch)) if size is None else size
             yield from size.each([batch], self._predict_chunk)
+
+    def _in_step(
+        self, inputs: Any, given: int | None, ranks: Ranks
+    ) -> Iterator[dict[str, Prediction]]:
+        """The same where ranks share the eigenvectors, whose columns all of them ask for at once.
+
+        Each predicts its own inputs. One that has no more goes through its last chunk again, for as
+        long as any other has some.
+        """
+        with ranks.together():
+            chunks = self._chunks(inputs, given)
+            last: Batch | None = None
+            while True:
+                chunk = next(chunks, None)
+                if not any(ranks.gather(chunk is not None)):
+                    return
+                last = chunk or last
+                if last is None:
+                    raise DataError("Inputs: expected at least one on every rank, got none.")
+                found = self._predict_chunk(last)
+                if chunk is not None:
+                    yield found
+
+    def _chunks(self, inputs: Any, given: int | None) -> Iterator[Batch]:
+        for batch in read_inputs(inputs, self.signature, self._network):
+            given = given or self._choose_chunk_size(batch)
+            yield from batch.split(given)
 
     def _predict_chunk(self, chunk: Batch) -> dict[str, Prediction]:
         with self._network.evaluation(), model_errors():

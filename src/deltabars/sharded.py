@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.ranks import Columns
+from deltabars.ranks import Columns, Ranks
 from deltabars.space import Space
 
 
@@ -59,3 +61,23 @@ class ShardedVectors:
     def whole(self) -> Tensor:
         """All of them on every rank, (K, P)."""
         return self.columns(slice(None))
+
+
+def ranks_of(spectra: Mapping[str, Any]) -> Ranks:
+    """The ranks that the eigenvectors of a fit are shared out between; one alone if they are not.
+
+    Args:
+        spectra: eigenpairs by matrix.
+    """
+    for pairs in spectra.values():
+        if isinstance(pairs.vectors, ShardedVectors):
+            return pairs.vectors.space.ranks
+    return Ranks()
+
+
+def here(vectors: Any, start: int, stop: int) -> tuple[Any, int, int]:
+    """What has the columns from `start` to `stop` on this rank, and where it has them."""
+    if not isinstance(vectors, ShardedVectors):
+        return vectors, start, stop
+    shift = vectors.space.own.start
+    return vectors.part, start - shift, stop - shift

@@ -76,11 +76,15 @@ def check_ending(path: Path, option: str = "--out") -> None:
             f"{path.name!r}."
         )
     if path.suffix.lower() == ".parquet":
-        _pyarrow()
+        pyarrow()
 
 
-def write_table(path: str | Path, parts: Iterable[Columns]) -> None:
+def write_table(
+    path: str | Path, parts: Iterable[Columns], *, draft_prefix: str = "draft-"
+) -> None:
     """Write a table, a part at a time, whole or not at all; the name's ending says the format.
+
+    `draft_prefix` is how the name of a file begins that is not whole yet.
 
     Raises:
         BadValueError: the name ends otherwise.
@@ -90,7 +94,7 @@ def write_table(path: str | Path, parts: Iterable[Columns]) -> None:
     check_ending(target)
     writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}
     writer = writers[target.suffix.lower()]
-    write_whole(target, lambda draft: writer(draft, parts))
+    write_whole(target, lambda draft: writer(draft, parts), draft_prefix=draft_prefix)
 
 
 def plain_rows(columns: Columns) -> list[dict[str, Any]]:
@@ -155,13 +159,13 @@ def _write_lines(path: Path, parts: Iterable[Columns]) -> None:
 
 
 def _write_parquet(path: Path, parts: Iterable[Columns]) -> None:
-    pyarrow = _pyarrow()
+    arrow = pyarrow()
     from pyarrow import parquet
 
     writer = None
     try:
         for columns in parts:
-            table = pyarrow.table({name: pyarrow.array(values) for name, values in columns.items()})
+            table = arrow.table({name: arrow.array(values) for name, values in columns.items()})
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
     finally:
@@ -169,7 +173,12 @@ def _write_parquet(path: Path, parts: Iterable[Columns]) -> None:
             writer.close()
 
 
-def _pyarrow() -> ModuleType:
+def pyarrow() -> ModuleType:
+    """The library for Parquet.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
     try:
         import pyarrow
     except ImportError as error:

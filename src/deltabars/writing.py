@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +11,15 @@ from pathlib import Path
 from deltabars.errors import StorageError
 
 
-def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
+def write_whole(
+    path: Path, writer: Callable[[Path], object], *, draft_prefix: str = "draft-"
+) -> None:
     """Write a file whole or not at all: to a draft beside it, which then takes its place.
 
     Args:
         path: the file.
         writer: writes to the path that it is given, which ends as `path` does.
+        draft_prefix: how the draft's name begins.
 
     Raises:
         StorageError: the file cannot be written.
@@ -25,7 +27,7 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     if "\0" in str(path):
         raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
     # Of a name that no other process or thread has, and that nobody can have put a link at.
-    draft = path.with_name(f"draft-{secrets.token_hex(8)}-{path.name[-50:]}")
+    draft = path.with_name(f"{draft_prefix}{secrets.token_hex(8)}-{path.name[-50:]}")
     try:
         draft.touch(exist_ok=False)
         writer(draft)
@@ -39,49 +41,13 @@ def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
             draft.unlink(missing_ok=True)
 
 
-def write_whole_folder(path: Path, writer: Callable[[Path], object], *, replace: bool) -> None:
-    """Write a folder whole or not at all: beside its place, which it then takes from what is there.
-
-    Args:
-        path: the folder.
-        writer: writes into the new folder that it is given.
-        replace: whether what is there may be replaced.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    folder = path.absolute()
-    own = secrets.token_hex(8)  # of this process and thread alone
-    draft, former = (
-        folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
-    )
-    try:
-        draft.mkdir()
-        writer(draft)
-        if replace and os.path.lexists(folder):
-            os.replace(folder, former)
-        os.replace(draft, folder)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
-    finally:
-        if os.path.lexists(former) and not os.path.lexists(folder):
-            os.replace(former, folder)
-        shutil.rmtree(draft, ignore_errors=True)
-        _remove(former)
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError, ValueError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, draft_prefix: str = "draft-") -> None:
     """Write a text file whole or not at all."""
-    write_whole(path, lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
+    write_whole(
+        path,
+        lambda draft: draft.write_text(text + "\n", encoding="utf-8"),
+        draft_prefix=draft_prefix,
+    )
 
 
 def check_can_write(path: Path, option: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import deltabars
+from deltabars.commands.launching import add_launch
 from deltabars.commands.lines import sayer
 from deltabars.commands.options import (
     DATA_HELP,
@@ -26,6 +27,7 @@ from deltabars.commands.options import (
 from deltabars.commands.python import Code, call, made, program
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
+from deltabars.ranks import current
 from deltabars.rounding import DTYPES
 from deltabars.runs import Run, check_new
 from deltabars.saving import MAX_FILE_SIZE
@@ -43,6 +45,7 @@ examples:
   deltabars fit --model net.py:Net --weights net.pt --data train/ --size 64 --mean 0.5 --std 0.25 \\
       --l2 1e-4 --estimator ggn --rank auto --tolerance 0.1 --out run
   deltabars fit --config fit.toml --out run      # fit.toml: model = "net.py:Net", l2 = 0.01, …
+  torchrun --nproc-per-node=8 -m deltabars fit --config fit.toml --out run       # on eight GPUs
 """
 _LAST_LAYER = "last-layer"
 _PLAIN = (
@@ -128,6 +131,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="a new folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a RUN that is there")
     add_output(parser)
+    add_launch(parser)
     parser.set_defaults(run=run, python=python)
 
 
@@ -138,7 +142,8 @@ def run(options: argparse.Namespace) -> None:
         arguments["params"] = deltabars.last_layer()
     if "dtype" in arguments:
         arguments["dtype"] = getattr(torch, options.dtype)
-    check_new(options.out.absolute(), options.overwrite)
+    if current().is_first:  # which may have made it before another one looks
+        check_new(options.out.absolute(), options.overwrite)
     model, data = named_model(options), named_data(options)
     network = model.load()
     source = data.load()

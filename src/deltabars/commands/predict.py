@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from deltabars.commands.into_folder import (
+    folder_program,
+    is_folder,
+    predict_into_folder,
+    show,
+)
+from deltabars.commands.launching import add_launch
 from deltabars.commands.lines import sayer
 from deltabars.commands.loading import prediction_lines
 from deltabars.commands.options import (
@@ -19,6 +25,8 @@ from deltabars.commands.options import (
 )
 from deltabars.commands.predicting import arguments_for, load_fit, open_run, predict_and_keep
 from deltabars.commands.python import Code, call, program
+from deltabars.errors import BadValueError
+from deltabars.ranks import current
 from deltabars.records import Kept
 from deltabars.tables import check_ending
 from deltabars.writing import check_can_write
@@ -29,12 +37,17 @@ target where it is known, the predicted class and its probability, the score and
 mutual information and entropy, and mean, std and std_error of every class. The predictions are kept
 in RUN/predictions, for `deltabars rank` and `deltabars report`.
 
+With a FOLDER as --out nothing is held in memory: the rows go to Parquet files of a block of inputs
+each, and after a crash or a kill the same command goes on with those that are not there yet, also
+under torchrun, on any number of processes. FOLDER/_manifest.json is there when all of them are.
+
 """
 _EPILOG = """\
 examples:
   deltabars predict run --data test/ --out test.csv
   deltabars predict run --data scans.npz --out scans.parquet --estimator opg
   deltabars predict run --data photos/ --out photos.jsonl --classes top5
+  torchrun --nproc-per-node=8 -m deltabars predict run --data data.py:millions --out scores/
 """
 
 
@@ -50,16 +63,28 @@ def register(commands: Any) -> None:
     add_run(parser)
     add_data(parser, required=True, default=" to predict")
     add_asked(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help=".csv, .jsonl or .parquet")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help=".csv, .jsonl or .parquet; or FOLDER/, for any number of inputs",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="inputs a file in FOLDER (default: by how many there are, up to 10,000)",
+    )
     add_output(parser)
+    add_launch(parser)
     parser.set_defaults(run=run, python=python)
 
 
 def run(options: argparse.Namespace) -> None:
     """Predict, write the table, and say what was found."""
-    if options.out is not None:
-        check_ending(options.out)
-        check_can_write(options.out, "--out")
+    if is_folder(options.out):
+        predict_into_folder(options)
+        return
+    _check_out(options)
     found = open_run(options)
     data = named_data(options, found.data)
     fit = load_fit(found, options)
@@ -68,24 +93,20 @@ def run(options: argparse.Namespace) -> None:
         f"data: {data.spec}" + (f", {len(source):,} inputs" if len(source) else "")
     )
     asked = arguments_for(options, found)
-    kept, path = predict_and_keep(found, fit, data, source, asked, options, options.out)
-    result = {
-        **summary(kept),
-        "out": None if options.out is None else str(options.out),
-        "predictions": str(path),
-    }
+    out = None if options.out is None else Path(options.out)
+    kept, path = predict_and_keep(found, fit, data, source, asked, options, out)
+    result = {**summary(kept), "out": options.out, "predictions": str(path)}
+    show(result, options)
     if options.json:
-        print(json.dumps(result))
         return
-    for name, value in result.items():
-        if value is not None:
-            print(f"{name.replace('_', ' '):22}{_text(value)}")
     print(f"\nThe inputs to look at first: deltabars rank {options.fitted}")
     print(f"A page to look through:      deltabars report {options.fitted} --out report.html")
 
 
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
+    if is_folder(options.out):
+        return folder_program(options)
     wanted = "from deltabars.tables import columns_of, write_table"
     parts = Code("[columns_of(prediction, names, targets, source.classes)]")
     return program(
@@ -117,7 +138,17 @@ def summary(kept: Kept) -> dict[str, Any]:
     return found
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _check_out(options: argparse.Namespace) -> None:
+    """Refuse a file that could not be written at the end."""
+    if current().count > 1:
+        raise BadValueError(
+            "--out: expected a folder under torchrun, in which each process writes files of its "
+            f"own, got {options.out or 'nothing'}. Give --out FOLDER/."
+        )
+    if options.block_size is not None:
+        raise BadValueError(
+            f"--block-size: expected a folder as --out with it, got {options.out or 'none'}."
+        )
+    if options.out is not None:
+        check_ending(Path(options.out))
+        check_can_write(Path(options.out), "--out")

@@ -58,13 +58,17 @@ class Source:
         Args:
             signature: of the inputs that the network was fitted with, which tells targets apart.
         """
+        self.check_ordered()
+        for raw in iterate(self.data, _READ_SIZE):
+            yield batch_of(raw, signature)
+
+    def check_ordered(self) -> None:
+        """Refuse data without an order, in which an input's number means nothing."""
         if not self.ordered:
             raise DataError(
                 "--data: expected inputs in the same order on every pass, got a DataLoader that "
                 "shuffles. Return one with shuffle=False."
             )
-        for raw in iterate(self.data, _READ_SIZE):
-            yield Batch(unlabelled(raw, signature).inputs, _targets(raw, signature))
 
     def inputs(self, signature: Signature) -> Any:
         """All inputs with access by number: the dataset, or one pass kept in memory."""
@@ -88,6 +92,11 @@ class Source:
     def name(self, number: int) -> str:
         """The name of an input, or its number."""
         return str(number) if self.names is None else self.names[number]
+
+
+def batch_of(raw: Any, signature: Signature) -> Batch:
+    """A batch as it is read, told apart into inputs and, where it has them, targets."""
+    return Batch(unlabelled(raw, signature).inputs, _targets(raw, signature))
 
 
 def fingerprint_of(*parts: Any) -> str:
