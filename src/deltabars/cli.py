@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,12 @@ class _Terminated(BaseException):
     """The process was asked to end: files that are being written are put away on the way out."""
 
 
+_terminated = threading.Event()
+
+
 def _terminate(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)
+    _terminated.set()
     raise _Terminated
 
 
@@ -67,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if _terminated.is_set():  # a library made an error of its own of it
+            print("deltabars: terminated", file=sys.stderr)
+            return 1
         if debug:
             traceback.print_exc()
         print(f"deltabars: {_one_line(error)}", file=sys.stderr)
