@@ -93,6 +93,8 @@ class Run:
             os.replace(draft, folder)
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
+        except StorageError as error:
+            raise StorageError(str(error).replace(str(draft), str(folder))) from error
         finally:
             if former.exists() and not folder.exists():
                 os.replace(former, folder)
