@@ -268,7 +268,7 @@ def subjects() -> list[Subject]:
     names = tuple(f"picture {number}" for number in range(7))
     kept = Kept(prediction, names, torch.arange(7) % 3, NamedData("some.npz"), {"rank": 3})
     model = asdict(NamedModel("tests.networks:dense"))
-    description = {"format": 1, "torch": "2", "data_fingerprint": "a", "seed": 0, "outputs": 3}
+    description = {"format": 1, "manifest": {"torch": "2", "options": {}}, "outputs": 3}
     description |= {"model": model, "data": asdict(NamedData("some.npz")), "classes": ["a", "b"]}
     _, commands = cli.make_parser()
 

@@ -75,10 +75,21 @@ class Problem:
         return Oracle(self.model, self.inputs, self.targets, self.l2)
 
     def fit(self, estimator: str, rank: int | None = None, **options) -> deltabars.DeltaFit:
-        """Of all pairs by default. Nobody trained the network, nor is the tail of H above λ."""
+        """Of all pairs by default; what was fitted once is kept."""
+        rank = self.oracle.size if rank is None else min(rank, self.oracle.size)
+        asked = estimator, rank, *sorted(options.items())
+        if asked not in self._fits:
+            self._fits[asked] = self._fit(estimator, rank, **options)
+        return self._fits[asked]
+
+    @cached_property
+    def _fits(self) -> dict[object, deltabars.DeltaFit]:
+        return {}
+
+    def _fit(self, estimator: str, rank: int, **options) -> deltabars.DeltaFit:
+        """Nobody trained the network, nor is the tail of H above λ."""
         data = self.inputs, self.targets
         options = {"l2": self.l2, "progress": False, **options}
-        rank = self.oracle.size if rank is None else min(rank, self.oracle.size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OptimumWarning)
             warnings.filterwarnings("ignore", "Expected eigenvalues of the", SpectrumWarning)

@@ -28,6 +28,7 @@ from deltabars.errors import (
     NotEnoughMemoryError,
     StorageError,
 )
+from deltabars.identity import check_same
 from tests.stopping import (
     WAYS,
     differing,
@@ -277,6 +278,14 @@ class TestMismatch:
         found = fit(half, progress=True, batch_size=7, device="cpu", **SOME)
         exact = plain().spectra["hessian"]
         torch.testing.assert_close(found.spectra["hessian"].values, exact.values, rtol=0, atol=1e-9)
+
+    def test_deterministic_counts_where_it_changes_bits(self, half):
+        """On a CPU it does not; a GPU that promises the same bits cannot go on from others."""
+        assert not differing(fit(half, deterministic=True, **SOME), plain())
+        for there, here in ((None, True), (False, None), (True, True)):
+            check_same({"deterministic": there}, {"deterministic": here})
+        with pytest.raises(CheckpointMismatchError, match="deterministic was False and is True"):
+            check_same({"deterministic": False}, {"deterministic": True})
 
     def test_the_memory_that_was_free_at_first_counts(self, tmp_path, monkeypatch):
         """Else the basis would be restarted elsewhere, and last bits would differ."""

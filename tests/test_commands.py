@@ -80,7 +80,7 @@ class TestFit:
         assert about["model"]["weights"] == str(workshop.folder / "net.safetensors")
         assert about["data"]["gray"] is True
         assert about["classes"] == [f"digit {k}" for k in range(10)]
-        assert about["data_fingerprint"] == workshop.fit().diagnostics["data_fingerprint"]
+        assert about["manifest"] == Run.open(workshop.run).load_fit().diagnostics["manifest"]
 
     def test_options_reach_the_fit(self, workshop, tmp_path, capsys):
         options = [*workshop.options, "--estimator", "ggn", "--rank", "5", "--params", "last-layer"]

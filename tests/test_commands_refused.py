@@ -220,7 +220,7 @@ def test_a_full_disk_at_the_end_leaves_nothing(workshop, place, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 1
-    assert "Cannot write" in only_line(capsys)
+    assert f"Cannot write {place / 'run' / 'fit.deltabars'}: File too large" in only_line(capsys)
     assert contents(place) == set()
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import deltabars
 from deltabars import storage
+from deltabars.cli import main
 from deltabars.errors import DeltaBarsError, StorageError
 from deltabars.report.page import save_report
 from deltabars.runs import Run
@@ -31,6 +32,7 @@ from deltabars.turns import Shared, Turns
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.scans import command, environment
+from tests.stopping import end, start
 from tests.workshop import contents
 
 THREADS = 8
@@ -205,24 +207,27 @@ class TestProcesses:
         assert torch.equal(torch.cat(list(loader)), here)
 
     def test_a_fork_after_threads_of_torch(self):
-        program = """
-import os, signal, torch, deltabars
-torch.set_num_threads(2)
-model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.Tanh(), torch.nn.Linear(20, 4))
-inputs = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
-import warnings; warnings.simplefilter("ignore")
-fit = deltabars.fit(model, (inputs, torch.arange(400) % 4), l2=0.1, rank=3, progress=False)
-here = fit.predict(inputs).std
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    torch.set_num_threads(1)  # as DataLoader does: threads do not outlive a fork
-    there = fit.predict(inputs).std
-    os._exit(0 if torch.allclose(there, here, rtol=1e-4) else 3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert done.stdout.strip() == "0", done.stderr
+        model = nn.Sequential(nn.Linear(300, 20), nn.Tanh(), nn.Linear(20, 4))
+        inputs = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
+
+        def work():
+            torch.set_num_threads(2)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of weights that were not trained
+                fit = deltabars.fit(
+                    model, (inputs, torch.arange(400) % 4), l2=0.1, rank=3, progress=False
+                )
+            here = fit.predict(inputs).std
+            assert len(os.listdir("/proc/self/task")) > 1
+
+            def predict():
+                signal.alarm(60)
+                torch.set_num_threads(1)  # as DataLoader does: threads do not outlive a fork
+                assert torch.allclose(fit.predict(inputs).std, here, rtol=1e-4)
+
+            assert end(start(predict)) == 0
+
+        assert end(start(work)) == 0  # a process of its own: this one has one thread
 
     def test_a_fork_while_another_thread_predicts(self):
         case = make_case("dense")
@@ -279,19 +284,20 @@ class TestResources:
         assert tensors == 0
         assert grown < 4 * MIB  # a tensor of the size of F, 7×3×69, kept each time would be 12
 
-    def test_fifty_fits_leave_nothing(self, tmp_path):
+    @pytest.mark.parametrize(("estimator", "times", "warm"), [("opg", 50, 8), ("hessian", 8, 3)])
+    def test_fits_leave_nothing(self, estimator, times, warm, tmp_path):
         case = cached_case("dense")
         known = []
 
         def work():
-            fit = fit_of(case, estimator="hessian")
+            fit = fit_of(case, estimator=estimator)
             fit.save(tmp_path / "a")
             deltabars.load(tmp_path / "a", case.model)
             known.append(len(linecache.cache))  # torch would put the text of graphs there
 
-        tensors, grown = growth(work, 50, 8)
+        tensors, grown = growth(work, times, warm)
         assert tensors == 0
-        assert known[-1] == known[8]
+        assert known[-1] == known[warm]
         assert grown < 24 * MIB  # of which the allocator takes half, in the first fits
 
     def test_files_are_closed(self, workshop, tmp_path):
@@ -446,3 +452,23 @@ def test_a_fit_that_is_terminated_leaves_no_half_a_run(seconds, overwrite, works
         assert left == whole
     if left:
         assert deltabars.load(out / "fit.deltabars", workshop.model).rank in (5, 30)
+
+
+def test_a_library_that_makes_an_error_of_its_own_of_a_signal(workshop, tmp_path):
+    """As torch does, whose constructors ask for a length and take any error for "it has none"."""
+    (tmp_path / "net.py").write_text(
+        "import os, signal\n\ndef make():\n    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n        signal.sigtimedwait([], 10)\n"
+        "    except BaseException:\n        raise TypeError('it has no length') from None\n"
+    )
+
+    def work():
+        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        options = ["--model", f"{tmp_path / 'net.py'}:make", *workshop.options[2:]]
+        sys.argv = ["deltabars", "fit", *options, "--out", str(tmp_path / "run"), "--quiet"]
+        assert main() == 1
+
+    assert end(start(work)) == 0
+    assert (tmp_path / "said").read_text() == "deltabars: terminated\n"
+    assert not (tmp_path / "run").exists()

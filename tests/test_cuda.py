@@ -8,7 +8,7 @@ import torch
 import deltabars
 from deltabars import Problem
 from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
-from deltabars.errors import DataError
+from deltabars.errors import CheckpointMismatchError, DataError
 from tests.conftest import cached_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -55,6 +55,15 @@ def test_float32_means_float32_even_where_tf32_is_allowed(name):
         matmul.fp32_precision, conv.fp32_precision = before
     error = (dense.cpu().double() - case.oracle.matrix(name)).abs().max()
     assert error < 1e-5  # float32; TF32 would leave 1e-3
+
+
+def test_a_checkpoint_keeps_to_deterministic_and_may_change_the_device(tmp_path):
+    case = cached_case("dense")
+    options = {"l2": case.l2, "rank": 6, "checkpoint": tmp_path, "progress": False}
+    deltabars.fit(case.model, case.data, device="cuda", **options)
+    with pytest.raises(CheckpointMismatchError, match="deterministic was False and is True"):
+        deltabars.fit(case.model, case.data, device="cuda", deterministic=True, **options)
+    deltabars.fit(case.model, case.data, device="cpu", deterministic=True, **options)
 
 
 def test_a_fit_moves_between_devices_through_a_file(tmp_path):

@@ -52,10 +52,13 @@ def test_full_rank_is_exact_inversion_for_other_likelihoods(likelihood, estimato
 
 
 def random_cases():
-    """Forty-eight trained networks: other seeds, sizes of data, strengths of l2 and kinds."""
-    for seed in range(8):
+    """Twenty-four trained networks: other seeds, sizes of data, strengths of l2 and kinds.
+
+    (`make torture` has as many as there is time for.)
+    """
+    for seed in range(4):
         for kind in NETWORKS:
-            yield kind, 15 + 4 * seed, float(10 ** (-2 + 0.2 * seed)), seed
+            yield kind, 15 + 9 * seed, float(10 ** (-2 + 0.45 * seed)), seed
 
 
 @pytest.mark.parametrize("setting", list(random_cases()), ids=lambda s: f"{s[0]}-{s[3]}")
@@ -90,7 +93,7 @@ def test_most_random_cases_have_a_positive_definite_hessian():
     """So that the test above does show the sandwich's interval."""
     cases = [cached_case(*setting) for setting in random_cases()]
     positive = [float(torch.linalg.eigvalsh(case.oracle.hessian())[0]) > 0 for case in cases]
-    assert sum(positive) >= 20
+    assert sum(positive) >= 10
 
 
 @pytest.mark.parametrize("solver", ["krylov", "dense", "arpack"])

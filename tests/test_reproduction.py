@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import signal
 import time
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 from deltabars.recipes.paper import PaperNetwork, paper_network
 from deltabars.reproduction.published import PUBLISHED
-from tests.scans import QUICK, STEPS, Run, command, deltabars, environment, only_line, run
+from tests.scans import QUICK, STEPS, deltabars, only_line, reproduce_tiny, run
+from tests.stopping import end, start
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -114,34 +116,26 @@ class TestAgain:
         assert (quick_run.out / "results.json").read_bytes() == before
         assert done.stdout == quick_run.done.stdout
 
-    def test_a_killed_run_goes_on_and_ends_the_same(self, quick_run, tmp_path):
+    def test_a_killed_run_goes_on_and_ends_the_same(self, scans, tmp_path):
+        once, said = reproduce_tiny(scans, tmp_path / "once")
+        assert "weights: computing" in said
         out = tmp_path / "out"
-        arguments = ("reproduce", "mnist", "--data", quick_run.data, "--out", out, *QUICK)
-        process = subprocess.Popen(
-            command(*arguments),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment(),
-        )
+        pid = start(lambda: reproduce_tiny(scans, out))
         try:
-            deadline = time.monotonic() + 120
             while not (out / "stages" / "weights.npz").is_file():
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+                assert os.waitpid(pid, os.WNOHANG)[0] == 0
+                time.sleep(0.005)
         finally:
-            process.kill()
-            process.wait()
-        assert process.returncode == -9
+            os.kill(pid, signal.SIGKILL)
+        assert end(pid) == -signal.SIGKILL
         assert not (out / "results.json").exists()
         assert stages_of(out) == ["weights"]
-        done = deltabars(*arguments)
-        assert done.returncode == 0, done.stderr
-        assert "weights: kept from before" in done.stderr
-        assert "spectra: computing" in done.stderr
-        found = json.loads((out / "results.json").read_text())
-        assert without_times(found) == without_times(quick_run.results)
-        assert stages_of(out) == stages_of(quick_run.out)
+        found, said = reproduce_tiny(scans, out)
+        assert "weights: kept from before" in said
+        assert "spectra: computing" in said
+        assert without_times(found) == without_times(once)
+        assert json.loads((out / "results.json").read_text()) == found
+        assert stages_of(out) == stages_of(tmp_path / "once")
 
     def test_another_seed_is_refused(self, quick_run, capsys):
         where = ("--data", quick_run.data, "--out", quick_run.out)
@@ -215,14 +209,8 @@ class TestWeights:
 
 def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
     """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero."""
-    weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
-    np.savez(tmp_path / "untrained.npz", **weights)
-    done = deltabars(
-        "reproduce", "mnist", "--data", scans, "--small", "--out", tmp_path / "out", "--rank", 2,
-        "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
-        "--samples", 0, "--quiet",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for scores in Run(scans, tmp_path / "out", done).results["scores"]["test"].values():
+    least = {"initialisations": 1, "bootstrap": 0}
+    results, _ = reproduce_tiny(scans, tmp_path / "out", paper_network(0), **least)
+    for scores in results["scores"]["test"].values():
         assert scores["true_positives"] == 0
         assert scores["mean_relative_error"] > 0  # of those that have a score

@@ -147,12 +147,15 @@ class TestSpectra:
     def test_the_main_network_is_the_first_initialisation(self, quick_run):
         results = quick_run.results
         spread = results["initialisations"]
-        assert (spread["networks"], spread["hessians"]) == (2, 1)
+        assert (spread["networks"], spread["hessians"]) == (3, 2)
+        assert [len(values) for values in spread["opg"]] == [5, 5, 5]
+        assert [len(values) for values in spread["hessian"]] == [5, 2]
         assert spread["cost"][0] == results["training"]["cost"]
         assert spread["cost"][1] != spread["cost"][0]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
-        own = quick_run.stage("initialisations-2-seed-1-opg-5")["opg"]
-        assert spread["opg"][1] == pytest.approx(own.tolist(), rel=1e-4)  # five digits
+        for matrix, rank in (("opg", 5), ("hessian", 2)):
+            own = quick_run.stage(f"initialisations-3-seed-1-{matrix}-{rank}")[matrix]
+            assert spread[matrix][1] == pytest.approx(own.tolist(), rel=1e-4)  # five digits
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -237,7 +240,13 @@ class TestEnsembles:
 
     def test_a_falling_line_has_a_negative_correlation(self, quick_run):
         size = dataclasses.replace(
-            small_size(MNIST), steps=STEPS, rank=RANK, initialisations=2, hessians=1, samples=4
+            small_size(MNIST),
+            steps=STEPS,
+            rank=RANK,
+            initialisations=3,
+            hessians=2,
+            hessian_rank=2,
+            samples=4,
         )
         options = Options(
             quick_run.data, quick_run.out, 0, None, torch.device("cpu"), True, False, False

@@ -1,4 +1,7 @@
-"""`deltabars reproduce mnist --small` as it is documented, on scikit-learn's digits."""
+"""`deltabars reproduce mnist --small` on scikit-learn's digits, trained as it is documented.
+
+Further networks, trained by the same code for as long, are left to the quick run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ ESTIMATORS = ("hessian", "opg", "sandwich")
 @pytest.fixture(scope="module")
 def run(scans, tmp_path_factory):
     out = tmp_path_factory.mktemp("small") / "out"
-    done = deltabars("reproduce", "mnist", "--data", scans, "--small", "--out", out, "--quiet")
+    done = deltabars(
+        "reproduce", "mnist", "--data", scans, "--small", "--out", out, "--quiet",
+        "--initialisations", 1, "--bootstrap", 0,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return Run(scans, out, done)
 
@@ -35,10 +41,6 @@ def test_spectra(run):
         assert values[-1] > 0.01  # λ
         assert results["solvers"][name]["largest_residual_by_recurrence"] <= 1e-5 * values[0]
         assert results["solvers"][name]["measured_residual_rms"] <= 1e-5 * values[0]
-    assert results["initialisations"]["networks"] == 2
-    assert results["initialisations"]["hessians"] == 2
-    for name in ("hessian", "opg"):
-        assert [len(values) for values in results["initialisations"][name]] == [20] * 2
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
@@ -73,11 +75,3 @@ def test_close_to_the_weights_the_sampler_agrees_with_the_delta_method(run, esti
     assert found["full_rank_tenth"]["mean_accuracy"] > 0.9
     # The whole scatter, (λN)^-½ = 0.3 of each weight, is far out of where a network is linear.
     assert found["full_rank"]["correlation"] < 0.5
-
-
-def test_networks_of_bootstraps_are_trained(run):
-    for found in run.results["bootstrap"].values():
-        assert found["networks"] == 2
-        assert found["least_accuracy"] > 0.9
-        for line in found["against"].values():
-            assert line["correlation"] > 0.2  # of two networks: chance is most of their std

@@ -185,8 +185,9 @@ class Session:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"checkpoint: expected to save the state of the fit, got an error ({error}) The "
-                "fit goes on, and tries again later; what was saved before is still there.",
+                f"checkpoint: expected to save the state of the fit, got an error "
+                f"({str(error).rstrip('.')}); the fit goes on, and tries again later, and what was "
+                "saved before is still there.",
                 CheckpointWarning,
                 stacklevel=2,
             )

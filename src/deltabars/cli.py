@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,12 @@ class _Terminated(BaseException):
     """The process was asked to end: files that are being written are put away on the way out."""
 
 
+_terminated = threading.Event()
+
+
 def _terminate(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)
+    _terminated.set()
     raise _Terminated("the process was asked to end")
 
 
@@ -72,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if _terminated.is_set():  # a library made an error of its own of it
+            print("deltabars: terminated", file=sys.stderr)
+            return 1
         if debug:
             traceback.print_exc()
         _complain(_one_line(error))

@@ -203,18 +203,19 @@ def fit(
                 f"fit: expected the same options on every rank, got others on rank {ranks.rank} "
                 "than on some other."
             )
+        record = manifest(problem, weights, given)
         diagnostics: dict[str, Any] = {
-            "manifest": manifest(problem, weights, given),
+            "manifest": record,
             "mean_loss": problem.mean_loss,
             "given_l2": problem.given_l2,
             "cost": problem.mean_loss + problem.penalty,
             "parameters_reached": problem.num_reached,
             "gradient_norm": float(problem.gradient.norm()),
             "relative_gradient": problem.relative_gradient,
-            "data_fingerprint": f"{problem.data.fingerprint:016x}",
-            "seed": options.seed,
-            "torch": torch.__version__,
-            "device": str(problem.device),
+            "data_fingerprint": record["data"]["fingerprint"],
+            "seed": record["options"]["seed"],
+            "torch": record["torch"],
+            "device": record["device"],
             "seconds_reading": time.perf_counter() - started,
         }
         sent = ranks.messages, ranks.bytes

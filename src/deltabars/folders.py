@@ -46,6 +46,8 @@ def write_whole_folder(
         except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
             reason = error.strerror if isinstance(error, OSError) else None
             raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
+        except StorageError as error:
+            raise StorageError(str(error).replace(str(draft), str(folder))) from error
         finally:
             if ranks.is_first:
                 if os.path.lexists(former) and not os.path.lexists(folder):

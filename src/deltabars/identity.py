@@ -32,6 +32,8 @@ def identity_of(
 
     The device, the batch size and the number of threads change last bits alone and are left out.
     The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
+    `deterministic` counts on a GPU, where the promise of the same bits would not hold of what was
+    found without it; on a CPU it changes nothing, and is None.
 
     Args:
         weights: the fingerprint of the model.
@@ -52,6 +54,7 @@ def identity_of(
         "params": _digest(list(zip(space.names, space.shapes, strict=True))),
         "dtype": str(problem.dtype),
         "memory_budget": memory_budget,
+        "deterministic": problem.network.deterministic if problem.device.type == "cuda" else None,
         "examples": problem.num_examples,
         "data": f"{problem.data.fingerprint:016x}",
         "weights": weights,
@@ -87,6 +90,8 @@ def _same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
         return False
     if name == "mean_loss" and isinstance(there[name], float):
         return math.isclose(there[name], here[name], rel_tol=_SAME_LOSS, abs_tol=1e-6)
+    if name == "deterministic" and None in (there[name], here[name]):
+        return True  # from one device to another, which costs last bits in any case
     return bool(there[name] == here[name])
 
 

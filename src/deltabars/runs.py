@@ -1,7 +1,7 @@
 """RUN folders: a fit, how its model and data are named, and predictions that were made with it.
 
 RUN/fit.deltabars           the fit, as `DeltaFit.save` writes it: a file, or a folder of several
-RUN/run.json                the model, the data, class names, versions
+RUN/run.json                the model, the data, class names, the fit's manifest
 RUN/predictions/NAME.npz    predictions of other data, for `rank` and `report`
 """
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit
@@ -76,9 +75,7 @@ class Run:
         folder = Path(path).absolute()
         about = {
             "format": _FORMAT,
-            "torch": torch.__version__,
-            "data_fingerprint": fit.diagnostics["data_fingerprint"],
-            "seed": fit.diagnostics["seed"],
+            "manifest": fit.diagnostics.get("manifest"),
             "outputs": fit.num_outputs,
         }
         content = {

@@ -49,7 +49,8 @@ def write(
             target, lambda draft: save_file(plain, draft, metadata={_ENTRY: json.dumps(content)})
         )
     except SafetensorError as error:
-        raise StorageError(f"Cannot write {target}: {error}") from error
+        reason = str(error).rpartition("I/O error: ")[2]  # of a full disk, say
+        raise StorageError(f"Cannot write {target}: {reason}.") from error
     return str(content["digest"])
 
 

@@ -12,12 +12,12 @@ from tests.test_concurrency import fit_of, in_threads, same, terminated
 from tests.workshop import contents
 
 
-def test_threads(seconds_left, capsys):
+def test_threads(seconds_left, first_seed, capsys):
     turn, predictions = 0, 0
     while seconds_left() > 0:
-        draw = random.Random(f"threads {turn}")
+        draw = random.Random(f"threads {first_seed + turn}")
         kind = draw.choice(sorted(NETWORKS))
-        case, threads = make_case(kind, seed=turn), draw.randint(2, 12)
+        case, threads = make_case(kind, seed=draw.randrange(2**31)), draw.randint(2, 12)
         case.model.train(draw.random() < 0.5)
         fit = fit_of(case, estimator=draw.choice(["opg", "ggn", "sandwich"]), rank=4)
         alone = [fit.predict(case.unseen[: n + 1]) for n in range(7)]
@@ -32,10 +32,10 @@ def test_threads(seconds_left, capsys):
         print(f"\nthreads: {predictions:,} predictions of {turn} fits, all of them bitwise right")
 
 
-def test_terminated(seconds_left, capsys, workshop, tmp_path):
+def test_terminated(seconds_left, first_seed, capsys, workshop, tmp_path):
     turn, ended = 0, 0
     while seconds_left() > 0:
-        draw = random.Random(f"terminated {turn}")
+        draw = random.Random(f"terminated {first_seed + turn}")
         out, overwrite = tmp_path / str(turn) / "run", draw.random() < 0.5
         out.parent.mkdir()
         if overwrite:

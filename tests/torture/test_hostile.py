@@ -9,11 +9,11 @@ from tests.hostile import mutated, subjects, try_all
 ROUND = 200  # files of a kind in one child
 
 
-def test_hostile_files(seconds_left, capsys):
+def test_hostile_files(seconds_left, first_seed, capsys):
     readers, turn, count, refused, peak, wrong = subjects(), 0, 0, 0, 0, []
     while seconds_left() > 0:
         subject = readers[turn % len(readers)]
-        seed = f"torture {turn} {subject.name}"
+        seed = f"torture {first_seed + turn} {subject.name}"
         draw = random.Random(seed)
         tried = try_all(subject, [mutated(draw.choice(subject.seeds), draw) for _ in range(ROUND)])
         count, refused, peak = count + ROUND, refused + tried.refused, max(peak, tried.peak)

@@ -1,0 +1,61 @@
+"""What checkpoints cost: fits with and without, by turns, until the time is up."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import deltabars
+from deltabars.checkpoints import CheckpointFolder
+from deltabars.errors import ConvergenceWarning, OptimumWarning, SpectrumWarning
+
+WAYS = {"without": None, "every minute": 60.0, "every step": 0.0}
+
+
+def written() -> int:
+    """Bytes that this process has written."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def test_what_checkpoints_cost(seconds_left, first_seed, tmp_path):
+    torch.manual_seed(first_seed)
+    model = nn.Sequential(nn.Linear(784, 50), nn.Tanh(), nn.Linear(50, 10))
+    data = torch.randn(300, 784), torch.randint(0, 10, (300,))
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    size: dict[str, int] = {}
+    while seconds_left() > 0 or not size:
+        for way, interval in WAYS.items():
+            folder = tmp_path / "kept"
+            kept = None if interval is None else CheckpointFolder(folder, interval)
+            before, began = written(), time.perf_counter()
+            with warnings.catch_warnings():
+                for kind in (OptimumWarning, SpectrumWarning, ConvergenceWarning):
+                    warnings.simplefilter("ignore", kind)  # nobody trained it
+                fit = deltabars.fit(
+                    model, data, l2=0.01, estimator="hessian", rank=20, checkpoint=kept,
+                    progress=False, memory_budget=1 << 30, max_products=200,
+                )  # fmt: skip
+            seconds[way].append(time.perf_counter() - began)
+            size[way] = written() - before
+            shutil.rmtree(folder, ignore_errors=True)
+    pairs = fit.spectra["hessian"].vectors.nbytes
+    plain = statistics.median(seconds["without"])
+    told = ", ".join(
+        f"{way} {statistics.median(seconds[way]) / plain - 1:+.1%} of the time and "
+        f"{size[way] / pairs:.1f} times the eigenpairs written"
+        for way in WAYS
+        if way != "without"
+    )
+    print(
+        f"\ncosts: {len(seconds['without'])} fits of {plain:.1f} s each way (P = "
+        f"{fit.num_parameters:,}, {fit.rank} pairs of {pairs / 2**20:.0f} MiB, "
+        f"{fit.diagnostics['hessian']['products']} products): {told}"
+    )
+    assert size["every minute"] < 1.5 * pairs + 100_000
