@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self, start=None):
         self.start, self.states = start, []
 
-    def load(self):
+    def load(self, space):
         return self.start
 
     def is_due(self):

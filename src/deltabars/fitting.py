@@ -155,7 +155,7 @@ def fit(
     started = time.perf_counter()
     ranks = current()
     progress = progress and ranks.is_first
-    with ranks.together(), opened(checkpoint) as session:
+    with ranks.together(), opened(checkpoint, ranks) as session:
         budget = memory_budget
         if budget is None and session is not None:
             budget = session.memory_budget

@@ -14,7 +14,7 @@ from deltabars.likelihoods import Likelihood
 from deltabars.likelihoods.named import described, is_own
 from deltabars.problem import Problem
 
-_FORMAT = 1  # of the states that solvers save: 2 would refuse those of 1
+_FORMAT = 2  # of the states that solvers save: 3 would refuse those of 2
 _SAME_LOSS = 1e-3  # relative: the same network on another device
 _DIGESTS = ("probe", "params", "reached", "data", "weights")
 _MOST_NAMED = 4

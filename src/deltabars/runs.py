@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
 from deltabars.fitted import DeltaFit

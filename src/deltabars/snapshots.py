@@ -148,11 +148,16 @@ class Snapshots:
         self._states = {**before, name: files}
         self._remove_others()
 
+    def known(self, key: str, epoch: str) -> int:
+        """How many rows of a key and an epoch are on disk."""
+        listed = self._listed.get(key)
+        return 0 if listed is None or listed.epoch != epoch else listed.count
+
     def _append(self, key: str, rows: Rows) -> None:
         listed = self._listed.get(key)
         if listed is None or listed.epoch != rows.epoch:
             listed = self._listed[key] = _Listed(rows.epoch)
-        for pieces in _gathered(rows.blocks, listed.count):
+        for pieces in _gathered(rows.blocks, listed.count - rows.start):
             count = sum(len(piece) for piece in pieces)
             parts = {f"{place:06d}": piece for place, piece in enumerate(pieces)}
             mark = uuid.uuid4().hex

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import deltabars.eigen as eigen
-from deltabars.checkpoints import MatrixCheckpoint
 from deltabars.curvature import CurvatureOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
 from deltabars.eigen import EigenPairs
@@ -20,7 +19,9 @@ from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
 from deltabars.progress import Progress
+from deltabars.sessions import MatrixCheckpoint
 from deltabars.sharded import ShardedVectors
+from deltabars.space import Space
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 
@@ -104,11 +105,12 @@ def solve(
     checkpoint, from where it was left.
     """
     started = time.perf_counter()
-    done = None if checkpoint is None else checkpoint.finished(operator.device, growth)
+    space = operator.problem.spaces.whole
+    done = None if checkpoint is None else checkpoint.finished(operator.device, growth, space)
     if done is not None:
         _warn_again(done[0])
         warn_of_audit(name, done[1], stacklevel=4)
-        return done
+        return _shared_out(done[0], space), done[1]
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
@@ -117,7 +119,7 @@ def solve(
         pairs = _run(operator, options, bar, growth, checkpoint)
         if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
             pairs = pairs.first(growth.useful(pairs.values))
-        quality = audit(operator.whole_matmat, operator.problem.spaces.whole, pairs, options.seed)
+        quality = audit(operator.whole_matmat, space, pairs, options.seed)
         warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
@@ -125,14 +127,19 @@ def solve(
             quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
             pairs = replace(pairs, values=pairs.values.clamp(min=floor))
             quality["data_trace"] = operator.data_trace()
-    if operator.problem.ranks.count > 1:
-        pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, operator.problem.spaces.whole))
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
     if checkpoint is not None:
-        checkpoint.finish(pairs, found, growth)
-    return pairs, found
+        checkpoint.finish(pairs, found, growth, space)
+    return _shared_out(pairs, space), found
+
+
+def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
+    """Pairs with vectors (K, p) of the columns that are here, as what they are."""
+    if space.ranks.count == 1:
+        return pairs
+    return replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
 
 
 def _warn_again(pairs: EigenPairs) -> None:

@@ -128,7 +128,7 @@ class _State:
     ) -> _State:
         """The state after one pass over blocks of rows."""
         state: _State | None = None
-        course = _Pass(checkpoint)
+        course = _Pass(checkpoint, space)
         for raw in blocks:
             block = torch.as_tensor(raw).detach()
             if block.ndim != 2:
@@ -199,9 +199,9 @@ class _Pass:
     goes on with the wrong rest would count examples twice, and others not at all.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None) -> None:
-        self._checkpoint = checkpoint
-        self._saved = None if checkpoint is None else checkpoint.load()
+    def __init__(self, checkpoint: Checkpoint | None, space: Space) -> None:
+        self._checkpoint, self._space = checkpoint, space
+        self._saved = None if checkpoint is None else checkpoint.load(space)
         self._until = 0 if self._saved is None else with_errors(_count, self._saved)
         self._count = 0
         self._digest = ""
@@ -216,7 +216,8 @@ class _Pass:
         if self._checkpoint is None:
             return
         self._count += len(block)
-        seen = torch.stack([block.sum(1), torch.linalg.vector_norm(block, dim=1)]).cpu()
+        seen = torch.stack([block.sum(1), block.square().sum(1)])
+        seen = self._space.sum_(seen).cpu()
         self._digest = hashlib.blake2b(
             self._digest.encode() + seen.numpy().tobytes(), digest_size=16
         ).hexdigest()
@@ -236,10 +237,13 @@ class _Pass:
         numbers: dict[str, int | str] = {"count": state.count, "digest": self._digest}
         tensors = {
             "strengths": state.strengths,
-            "mean": state.mean,
             "discarded": torch.tensor([state.discarded], dtype=torch.float64),
         }
-        rows = {"vectors": Rows(f"after {state.count} rows", [state.vectors])}
+        epoch, columns = f"after {state.count} rows", self._space.columns
+        rows = {
+            name: Rows(epoch, [part], columns=columns)
+            for name, part in (("vectors", state.vectors), ("mean", state.mean[None]))
+        }
         self._checkpoint.save(State(numbers, tensors, rows))
 
     def check_end(self) -> None:
@@ -260,11 +264,11 @@ def _count(saved: State) -> int:
 
 
 def _restored(saved: State, empty: _State) -> _State:
-    strengths, mean = (saved.tensors[name].to(empty.mean) for name in ("strengths", "mean"))
+    strengths = saved.tensors["strengths"].to(empty.mean)
     vectors = empty.mean.new_empty(len(strengths), len(empty.mean))
+    mean = torch.empty_like(empty.mean)
     fill(vectors, saved.rows["vectors"])
-    if mean.shape != empty.mean.shape:
-        raise ValueError("another mean")
+    fill(mean[None], saved.rows["mean"])
     lost = float(saved.tensors["discarded"])
     return _State(strengths, vectors, mean, _count(saved), lost, empty.space)
 

@@ -63,7 +63,8 @@ class Course:
     _state: State | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._state = None if self.checkpoint is None else self.checkpoint.load()
+        space = self.matrix.space
+        self._state = None if self.checkpoint is None else self.checkpoint.load(space)
         if self._state is not None:
             with_errors(self._restore, self._state)
 
@@ -99,11 +100,12 @@ class Course:
             "waited_products": at.patience.products,
         }
         tensors = {
-            "block": at.block,
             "reals": torch.tensor([at.norm, at.least, at.patience.distance], dtype=torch.float64),
             **projected.packed(),
         }
-        rows = {"basis": Rows(f"{stage}, restart {at.restarts}", basis.panels)}
+        # The block comes to the basis as it is, and is then there already.
+        blocks = [*basis.panels, at.block]
+        rows = {"basis": self._rows(f"{stage}, restart {at.restarts}", blocks)}
         self._save(numbers, tensors, rows)
 
     def save_found(self, pairs: EigenPairs, restarts: int) -> None:
@@ -120,11 +122,14 @@ class Course:
         if self.growth is not None:
             tensors["growth"] = self.growth.looked()
         if self.found is not None:
-            rows["found"] = Rows(f"copies {self.copies}", [self.found.vectors])
+            rows = {"found": self._rows(f"copies {self.copies}", [self.found.vectors]), **rows}
             tensors |= {f"found.{name}": getattr(self.found, name) for name in _SMALL_PARTS}
             least = self.found.statistics[LEAST_RITZ]
             tensors["found.least"] = torch.tensor([least], dtype=torch.float64)
         self.checkpoint.save(State(numbers, tensors, rows))
+
+    def _rows(self, epoch: str, blocks: list[Tensor]) -> Rows:
+        return Rows(epoch, blocks, columns=self.matrix.space.columns)
 
     def _restore(self, state: State) -> None:
         self.matrix.products = int(state.numbers["products"])
@@ -150,10 +155,14 @@ class Course:
         block_size: int,
     ) -> Position:
         device, dtype = self.matrix.device, self.matrix.dtype
-        for rows in state.rows["basis"].blocks:
-            basis.append(_checked(rows, self.matrix).to(device))
         projected.unpack(int(state.numbers["size"]), state.tensors)
-        if basis.rows != projected.size:
+        rest = []
+        for rows in state.rows["basis"].blocks:
+            room = projected.size - basis.rows
+            basis.append(_checked(rows, self.matrix)[:room].to(device))
+            rest.append(rows[room:])
+        block = torch.cat(rest)
+        if basis.rows != projected.size or not len(block):
             raise ValueError("another number of rows")
         if followed is not None:
             for start in range(0, basis.rows, block_size):
@@ -161,11 +170,12 @@ class Course:
         norm, least, distance = state.tensors["reals"].tolist()
         waited = (int(state.numbers[f"waited_{name}"]) for name in ("restarts", "products"))
         patience = Patience(distance, *waited)
-        block = _checked(state.tensors["block"], self.matrix).to(device, dtype)
         converged, next_check, restarts = (
             int(state.numbers[name]) for name in ("converged", "next_check", "restarts_now")
         )
-        return Position(block, norm, least, converged, next_check, restarts, patience)
+        return Position(
+            block.to(device, dtype), norm, least, converged, next_check, restarts, patience
+        )
 
 
 def fill(target: Tensor, rows: Rows) -> None:

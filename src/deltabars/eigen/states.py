@@ -8,6 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from deltabars.ranks import Columns
+from deltabars.space import Space
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -16,10 +19,14 @@ class Rows:
     Attributes:
         epoch: for as long as it stays the same, so do the rows that were there before.
         blocks: the rows, some at a time.
+        start: how many come before them, that are kept already.
+        columns: which columns of them each rank has; None where they are whole.
     """
 
     epoch: str
     blocks: Iterable[Tensor]
+    start: int = 0
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,8 @@ class State:
 class Checkpoint(Protocol):
     """Where states are kept."""
 
-    def load(self) -> State | None:
-        """The state that was saved last; None where there is none."""
+    def load(self, space: Space) -> State | None:
+        """The state that was saved last, with rows in a space; None where there is none."""
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""

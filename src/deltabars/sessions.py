@@ -1,0 +1,292 @@
+"""The work of a fit with a checkpoint: what was there, what is saved, by one process or many."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from deltabars.carrying import brought_together, dealt_out
+from deltabars.eigen import EigenPairs
+from deltabars.eigen.resuming import with_errors
+from deltabars.eigen.states import Rows, State
+from deltabars.errors import CheckpointWarning, CorruptFileError, StorageError
+from deltabars.growing import ProbeGrowth
+from deltabars.identity import check_same
+from deltabars.memory import ran_out
+from deltabars.ranks import Columns, Ranks
+from deltabars.snapshots import Snapshot, Snapshots
+from deltabars.space import Space
+
+_MOST_OF_THE_TIME = 0.05  # that saving may take
+_SMALL_PARTS = ("values", "residuals", "smallest", "smallest_residuals")
+_KIND = "checkpoint"
+_FINISHED, _RUNNING = "finished", "running"
+
+
+Part = TypeVar("Part", Tensor, Rows)
+
+
+class Session:
+    """One process's work on a fit: what was there when it began, and what it saves.
+
+    Several ranks call its methods together. The states are those of one process: they can be gone
+    on with by any number of ranks.
+
+    Attributes:
+        memory_budget: of the fit that is gone on with, in bytes; None for a new one.
+    """
+
+    def __init__(self, snapshots: Snapshots | None, seconds: float, ranks: Ranks) -> None:
+        self._snapshots, self._ranks = snapshots, ranks
+        self._seconds = seconds
+        self._identity: Mapping[str, Any] = {}
+        self._finished: dict[str, _Finished] = {}
+        self._started: Snapshot | None = None
+        self._cost = 0.0
+        self._saved_at = time.monotonic()
+        self._has_warned = False
+        self.memory_budget: int | None = None
+        for header in () if snapshots is None else snapshots.headers():
+            budget = header.get("memory_budget")
+            self.memory_budget = budget if isinstance(budget, int) and budget > 0 else None
+            break
+        self.memory_budget = ranks.agreed(self.memory_budget)
+
+    @property
+    def written(self) -> int:
+        """Bytes that were written."""
+        return 0 if self._snapshots is None else self._snapshots.written
+
+    def begin(self, identity: Mapping[str, Any], memory_budget: int) -> None:
+        """Take up the newest state, which must be of this fit.
+
+        Raises:
+            CheckpointMismatchError: it is of another; the message names what differs.
+        """
+        self._identity, self.memory_budget = identity, memory_budget
+        if self._snapshots is not None:
+            self._started = self._snapshots.newest(self._check)
+        if self._started is not None:
+            self._finished = with_errors(_all_finished, self._started)
+        self._finished = {
+            name: self._finished.get(name, part)
+            for name, part in self._ranks.agreed(
+                {name: part.without_rows() for name, part in self._finished.items()}
+            ).items()
+        }
+        self._saved_at = time.monotonic()
+
+    def of(self, matrix: str) -> MatrixCheckpoint:
+        """What is kept of one matrix's eigenpairs."""
+        return MatrixCheckpoint(self, matrix)
+
+    def end(self) -> None:
+        """Keep the result alone."""
+        self.save(None, last=True)
+
+    def finished(self, matrix: str) -> _Finished | None:
+        """The eigenpairs of a matrix, where they are done."""
+        return self._finished.get(matrix)
+
+    def finish(self, matrix: str, finished: _Finished) -> None:
+        """Note and save the eigenpairs of a matrix."""
+        self._finished[matrix] = finished
+        self.save(None)
+
+    def started(self, matrix: str, columns: Columns) -> State | None:
+        """The state of a solver that was at work on a matrix, with these columns of its rows."""
+        snapshot = self._started
+        running = None if snapshot is None else snapshot.header.get(_RUNNING)
+        rows: dict[str, Rows] = {}
+        head = None
+        if snapshot is not None and isinstance(running, dict) and running.get("matrix") == matrix:
+            rows = _below(f"{_RUNNING}.{matrix}", snapshot.rows)
+            tensors = _below(f"{_RUNNING}.{matrix}", snapshot.tensors)
+            head = running.get("numbers", {}), tensors, {name: rows[name].epoch for name in rows}
+        head = self._ranks.agreed(head)
+        if head is None:
+            return None
+        numbers, tensors, epochs = head
+        return State(
+            numbers,
+            tensors,
+            {
+                name: Rows(epoch, self._dealt(rows.get(name), columns))
+                for name, epoch in epochs.items()
+            },
+        )
+
+    def rows_of(self, finished: _Finished, columns: Columns) -> Iterable[Tensor]:
+        """The eigenvectors of a matrix that was done, with these columns."""
+        return self._dealt(finished.stored, columns)
+
+    def _dealt(self, rows: Rows | None, columns: Columns) -> Iterable[Tensor]:
+        return dealt_out(() if rows is None else rows.blocks, columns, self._ranks)
+
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        pause = max(self._seconds, self._cost / _MOST_OF_THE_TIME if self._seconds else 0.0)
+        return bool(self._ranks.agreed(time.monotonic() - self._saved_at >= pause))
+
+    def save(self, running: tuple[str, State] | None, last: bool = False) -> None:
+        """Write everything, and warn once where that cannot be done."""
+        self._started = None
+        header: dict[str, Any] = {
+            "kind": _KIND,
+            "identity": self._identity,
+            "memory_budget": self.memory_budget,
+            _FINISHED: {name: part.header for name, part in self._finished.items()},
+        }
+        tensors: dict[str, Tensor] = {}
+        rows: dict[str, Rows] = {}
+        for name, part in self._finished.items():
+            tensors |= _above(f"{_FINISHED}.{name}", part.tensors)
+            rows[f"{_FINISHED}.{name}"] = part.rows
+        if running is not None:
+            matrix, state = running
+            header[_RUNNING] = {"matrix": matrix, "numbers": dict(state.numbers)}
+            tensors |= _above(f"{_RUNNING}.{matrix}", state.tensors)
+            rows |= _above(f"{_RUNNING}.{matrix}", state.rows)  # of one matrix, never of another
+        began = time.monotonic()
+        rows = self._whole(rows)
+        try:
+            if self._snapshots is not None:
+                self._snapshots.write(header, tensors, rows, last)
+        except (StorageError, OSError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, StorageError | OSError) and not ran_out(error):
+                raise
+            self._warn(error)
+        if self._ranks.count > 1:  # the others are waiting for what was not asked for
+            for each in rows.values():
+                for _ in each.blocks:
+                    pass
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - began
+
+    def _whole(self, rows: Mapping[str, Rows]) -> dict[str, Rows]:
+        """Rows with all columns, but for those that are on disk."""
+        known = None
+        if self._snapshots is not None:
+            known = {key: self._snapshots.known(key, part.epoch) for key, part in rows.items()}
+        known = self._ranks.agreed(known)
+        return {key: brought_together(part, known[key], self._ranks) for key, part in rows.items()}
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"checkpoint: expected to save the state of the fit, got an error "
+                f"({str(error).rstrip('.')}); the fit goes on, and tries again later, and what was "
+                "saved before is still there.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+    def _check(self, header: Mapping[str, Any]) -> None:
+        there = header.get("identity")
+        if header.get("kind") != _KIND or not isinstance(there, dict):
+            raise CorruptFileError("A file has the name of a state and is none.")
+        check_same(there, self._identity)
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """The eigenpairs of a matrix, how they were found, and what their growth remembers.
+
+    Attributes:
+        header: `statistics` of the pairs, and `diagnostics`.
+        tensors: their small parts, and `looked` where there is a growth.
+        rows: their vectors, to be saved.
+        stored: the same, to be read, where they come from a file.
+    """
+
+    header: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    rows: Rows
+    stored: Rows | None = None
+
+    def without_rows(self) -> _Finished:
+        """The same for a rank that does not read files."""
+        return replace(self, stored=None)
+
+
+@dataclass(frozen=True)
+class MatrixCheckpoint:
+    """What is kept of one matrix's eigenpairs (see `eigen.states.Checkpoint`)."""
+
+    session: Session
+    matrix: str
+
+    def load(self, space: Space) -> State | None:
+        """The state that its solver was left in."""
+        return self.session.started(self.matrix, space.columns)
+
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        return self.session.is_due()
+
+    def save(self, state: State) -> None:
+        """Save the state of its solver."""
+        self.session.save((self.matrix, state))
+
+    def finished(
+        self, device: torch.device, growth: ProbeGrowth | None, space: Space
+    ) -> tuple[EigenPairs, dict[str, Any]] | None:
+        """Its eigenpairs and their diagnostics, where they are done; vectors (K, p) in a space."""
+        found = self.session.finished(self.matrix)
+        if found is None:
+            return None
+        if growth is not None and "looked" in found.tensors:
+            growth.look_back(found.tensors["looked"])
+        parts = {name: found.tensors[name].to(device) for name in _SMALL_PARTS}
+        blocks = self.session.rows_of(found, space.columns)
+        vectors = torch.cat([block.to(device) for block in blocks])
+        if len(vectors) != len(parts["values"]):
+            raise CorruptFileError("checkpoint: expected as many eigenvectors as eigenvalues.")
+        pairs = EigenPairs(vectors=vectors, statistics=found.header["statistics"], **parts)
+        return pairs, dict(found.header["diagnostics"])
+
+    def finish(
+        self,
+        pairs: EigenPairs,
+        diagnostics: Mapping[str, Any],
+        growth: ProbeGrowth | None,
+        space: Space,
+    ) -> None:
+        """Save its eigenpairs, with vectors (K, p) in a space."""
+        tensors = {name: getattr(pairs, name) for name in _SMALL_PARTS}
+        if growth is not None:
+            tensors["looked"] = growth.looked()
+        header = {"statistics": dict(pairs.statistics), "diagnostics": dict(diagnostics)}
+        rows = Rows("whole", [pairs.vectors], columns=space.columns)
+        self.session.finish(self.matrix, _Finished(header, tensors, rows))
+
+
+def _all_finished(snapshot: Snapshot) -> dict[str, _Finished]:
+    found = {}
+    for name, header in snapshot.header[_FINISHED].items():
+        small = _below(f"{_FINISHED}.{name}", snapshot.tensors)
+        stored = snapshot.rows[f"{_FINISHED}.{name}"]
+        there = Rows(stored.epoch, (), start=len(small["values"]))
+        found[name] = _Finished(
+            {kind: header[kind] for kind in ("statistics", "diagnostics")},
+            {part: small[part] for part in (*_SMALL_PARTS, *({"looked"} & small.keys()))},
+            there,
+            stored,
+        )
+    return found
+
+
+def _above(prefix: str, parts: Mapping[str, Part]) -> dict[str, Part]:
+    return {f"{prefix}.{name}": part for name, part in parts.items()}
+
+
+def _below(prefix: str, parts: Mapping[str, Part]) -> dict[str, Part]:
+    start = f"{prefix}."
+    return {name[len(start) :]: part for name, part in parts.items() if name.startswith(start)}
