@@ -35,7 +35,7 @@ def _gathered(rows: Rows, known: int, columns: Columns, ranks: Ranks) -> Iterato
     for block in rows.blocks:
         new, skip = block[skip:], max(0, skip - len(block))
         together = max(1, _AT_ONCE // max(1, columns.bounds[-1] * block.element_size()))
-        for part in new.split(together):
+        for part in new.split(together) if len(new) else ():
             yield ranks.all_columns(part, columns)
 
 

@@ -192,7 +192,7 @@ class _Group(Ranks):
         sent = _padded(part, max(widths))
         found = sent.new_empty(self.count * rows, max(widths))
         self._send(_GATHER, found, sent)
-        parts = found.view(self.count, rows, -1)
+        parts = found.view(self.count, rows, max(widths))
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
     def summed_columns(self, whole: Tensor, columns: Columns) -> Tensor:
