@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import resource
 import subprocess
 import sys
@@ -229,6 +230,8 @@ class TestRounded:
             assert exact < SHORT[dtype] * 2
             assert back.spectra[name].rounding == told["norm"]
             assert back.with_l2(0.1).spectra[name].rounding == told["norm"]
+        assert "eigenvectors were rounded by up to " in repr(back)
+        assert "rounded" not in repr(fit)
         # The overlap is that of the vectors before they were rounded.
         assert torch.equal(back.overlap, fit.overlap)
         assert torch.equal(replace(back, progress=True).overlap, fit.overlap)
@@ -299,6 +302,20 @@ def alter(folder, change):
     path.write_text(json.dumps(content))
 
 
+def draw_change(content, draw, junk):
+    """Put something else in one place of an index, but for the sizes, which nothing relies on."""
+    there = [(content, key) for key in content if key != "total_size"]
+    for container, key in there:
+        inner = container[key]
+        if isinstance(inner, dict):
+            there += [(inner, name) for name in inner if name != "bytes"]
+        elif isinstance(inner, list):
+            there += [(inner, number) for number in range(len(inner))]
+    container, key = draw.choice(there)
+    others = [value for value in junk if type(value) is not type(container[key])]
+    container[key] = draw.choice(others)
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("change", "said"),
@@ -332,6 +349,25 @@ class TestRefused:
             deltabars.load(folder, dense_case.model)
         assert said in str(error.value)
         assert str(error.value).count("\n") == 0
+
+    def test_random_indexes(self, folder, dense_case):
+        """200 of them with the right digest, and 200 with random bytes."""
+        draw = random.Random(0)
+        path = folder / "index.json"
+        whole = path.read_bytes()
+        junk = [None, -1, 0, 1, 43, 2**63, 2**200, 1e999, "", "a", "../x", [], {}, [[]], True]
+        for _ in range(200):
+            path.write_bytes(whole)
+            alter(folder, lambda content: draw_change(content, draw, junk))
+            with pytest.raises(StorageError, match=r"^[^\n]+$"):
+                deltabars.load(folder, dense_case.model)
+        for _ in range(200):
+            altered = bytearray(whole[: draw.randint(1, len(whole))])
+            for _ in range(draw.randint(1, 4)):
+                altered[draw.randrange(len(altered))] ^= draw.randrange(1, 256)
+            path.write_bytes(altered)
+            with pytest.raises(StorageError, match=r"^[^\n]+$"):
+                deltabars.load(folder, dense_case.model)
 
     def test_newer_ones(self, folder, dense_case):
         alter(folder, lambda content: content.update(format=9))
@@ -504,3 +540,20 @@ def test_memory_of_a_prediction_from_files(tmp_path):
     out = fit.predict(inputs)
     torch.testing.assert_close(std, out.std, rtol=1e-5, atol=0)
     torch.testing.assert_close(low, out.std_low, rtol=1e-5, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu(dense_case, tmp_path, dtype):
+    """From files and from the CPU's memory, as from the GPU's own."""
+    fit = fitted(dense_case, device="cuda", dtype=torch.float32)
+    fit.save(tmp_path / "a", dtype=dtype, max_file_size=500)
+    here = deltabars.load(tmp_path / "a", dense_case.model, device="cuda", offload=False)
+    there = deltabars.load(tmp_path / "a", dense_case.model, device="cuda", offload=True)
+    assert here.spectra["opg"].vectors.is_cuda
+    expected = here.predict(dense_case.unseen)
+    for away in (there, here.offloaded()):
+        found = away.predict(dense_case.unseen)
+        assert found.std.is_cuda
+        torch.testing.assert_close(found.std, expected.std, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found.std_high, expected.std_high, rtol=1e-4, atol=0)

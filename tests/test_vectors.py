@@ -167,6 +167,8 @@ class TestLoss:
             for held in (rows, parted(rows, 300)):
                 found = rounding.measured_loss(held, dtype)
                 assert exact <= found["norm"] <= 1.002 * exact
+            halves = [rounding.loss_sums(part, dtype) for part in rows.split([300, 400], 1)]
+            assert rounding.loss_of(sum(halves)) == pytest.approx(found, rel=1e-6)
             gram = rows.to(dtype).double() @ rows.to(dtype).double().T - torch.eye(5)
             assert found["orthogonality"] == pytest.approx(float(gram.abs().max()), rel=1e-6)
 

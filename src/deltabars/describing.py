@@ -84,6 +84,9 @@ def _notes(fit: DeltaFit) -> list[str]:
             f"the hessian's spectrum reaches {fit.level - hessian.least:.3g} below λ: its "
             "bounds are about the spectrum corrected to λ"
         )
+    lost = max(pairs.rounding for pairs in fit.spectra.values())
+    if lost:
+        notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
     return [*notes, f"effective parameters: {fit.effective_parameters:.1f} in the K pairs"]
 
 

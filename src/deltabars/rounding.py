@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,24 +56,37 @@ def measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
 
     Cost: 4·K²·P operations; memory: a block of columns three times.
     """
+    sums = loss_sums(vectors, dtype)
+    return {} if sums is None else loss_of(sums)
+
+
+def loss_sums(vectors: Basis, dtype: torch.dtype) -> Tensor | None:
+    """The sums over columns that a loss follows from: (Q̃ − Q)(Q̃ − Q)ᵀ and Q̃Q̃ᵀ, (2, K, K), float64.
+
+    Those of several ranges of columns add up. None for a type that loses nothing.
+    """
     if torch.promote_types(dtype, vectors.dtype) == dtype:
-        return {}
+        return None
     count, size = vectors.shape
-    lost = torch.zeros(count, count, dtype=torch.float64, device=vectors.device)
-    gram = torch.zeros_like(lost)
+    sums = torch.zeros(2, count, count, dtype=torch.float64, device=vectors.device)
     for places in _blocks(vectors, 0, size):
         exact = columns(vectors, places)
         there = exact.to(dtype).to(exact.dtype)
-        add_inner(gram, there, there)
         gap = there - exact
-        add_inner(lost, gap, gap)
-    norm = float(torch.linalg.eigvalsh(lost)[-1].clamp(min=0).sqrt())
+        add_inner(sums[0], gap, gap)
+        add_inner(sums[1], there, there)
+    return sums
+
+
+def loss_of(sums: Tensor) -> dict[str, float]:
+    """What `measured_loss` returns, from the sums over all columns."""
+    norm = float(torch.linalg.eigvalsh(sums[0])[-1].clamp(min=0).sqrt())
     if norm == 0:
         return {}
-    gram.diagonal().sub_(1)
-    return {"norm": norm * _ROUNDING_UP, "orthogonality": float(gram.abs().max())}
+    beside = sums[1] - torch.eye(sums.shape[1], dtype=sums.dtype, device=sums.device)
+    return {"norm": norm * _ROUNDING_UP, "orthogonality": float(beside.abs().max())}
 
 
-def _blocks(vectors: Basis, start: int, stop: int) -> Any:
+def _blocks(vectors: Basis, start: int, stop: int) -> Iterator[slice]:
     width = max(1, vectors.shape[0] * vectors.dtype.itemsize)
     return ranges(start, stop, width, vectors.device)

@@ -205,7 +205,9 @@ def _index(folder: Path) -> tuple[str, list[PartEntry]]:
             raise ValueError("it is too long")
         content = parse_json(raw)
         version = content["format"]
-        if isinstance(version, int) and version > storage.FORMAT_VERSION:
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError("it has no format version")
+        if version > storage.FORMAT_VERSION:
             raise FormatVersionError(
                 f"{path} has format {version}; this version of deltabars reads up to "
                 f"{storage.FORMAT_VERSION}. Install a newer deltabars."

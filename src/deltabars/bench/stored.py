@@ -44,7 +44,7 @@ def measure_storage(
     result: dict[str, Any] = {"images": len(images), "in memory": found}
     small = _SMALL.get(bench.device.type, _SMALL_ELSEWHERE)
     result["note"] = (
-        f"{setting.name}: {len(images):,} images with eigenvectors in memory and in files, "
+        f"{setting.name}: {len(images):,} images, eigenvectors in memory or mapped from files; "
         f"{min(_FEW, len(images))} within a budget of {small >> 20:,} MiB (small)"
     )
     found |= _telling(before, labels)
