@@ -78,6 +78,7 @@ def launch(count: int, arguments: list[object], said: Path, **environment: str) 
         )  # fmt: skip
         watching._SILENCE = 4.0  # half a minute is long for a test
         with open(f"{said}.{rank}", "w", buffering=1) as file:
+            os.dup2(file.fileno(), 2)  # torch's own library writes there too
             sys.stdout = sys.stderr = file
             os._exit(main([str(argument) for argument in arguments]))
 

@@ -116,9 +116,9 @@ class Work:
         starts = list(range(0, total or 0, self.plan.block_size))
         if list(blocks) != starts or sum(blocks.values()) != total:
             raise DataError(
-                f"Data: expected the {total} inputs that were there before, got "
-                f"{sum(blocks.values()):,} in {len(blocks)} blocks: they have changed. Begin again "
-                "in another folder."
+                "Data: expected the inputs that the folder was begun with, got others: "
+                f"{total} of them, where its blocks have {sum(blocks.values())}. Begin again in "
+                "another folder."
             )
 
     def _total(self, there: Mapping[int, int]) -> int | None:
