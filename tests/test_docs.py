@@ -22,7 +22,7 @@ API = re.findall(r"^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), flags=re
 WITH_EXAMPLES = (
     "deltabars.fit", "deltabars.load", "deltabars.last_layer", "deltabars.metrics",
     "deltabars.ranking", "deltabars.eigen.lanczos", "deltabars.likelihoods.Gaussian",
-    "deltabars.curvature.HessianOperator",
+    "deltabars.curvature.HessianOperator", "deltabars.blocks.predict_to",
 )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         if arguments is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)

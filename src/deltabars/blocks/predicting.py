@@ -103,7 +103,7 @@ def predict_to(
             if not ranks.is_first:
                 _check_seen(place, replace(wanted, block_size=plan.block_size))
             work = Work(quiet, source, inputs, place, plan, ranks, asked, batch_size)
-            return work.finish(work.predict(shown and ranks.is_first))
+            return work.run(shown and ranks.is_first)
 
 
 def _source(data: Any) -> Source:

@@ -22,7 +22,7 @@ from deltabars.blocks.plan import (
     read_manifest,
     write_manifest,
 )
-from deltabars.errors import CorruptFileError, DataError, StorageError
+from deltabars.errors import CorruptFileError, DataError
 from deltabars.fitted import DeltaFit
 from deltabars.handing import Numbers
 from deltabars.progress import Progress
@@ -64,9 +64,29 @@ class Work:
     asked: Mapping[str, Any]
     batch_size: int | None
 
-    def predict(self, progress: bool) -> dict[int, int]:
+    def run(self, progress: bool) -> Written:
+        """Write all blocks that are not there and, when all ranks are done, the manifest."""
+        found = find_blocks(self.folder, self.plan) if self.ranks.is_first else None
+        there: dict[int, int] = self.ranks.agreed(found)
+        own = self._predict(there, progress)
+        # Not listed again: on a disk that machines share, a list may be late.
+        computed: dict[int, int] = {}
+        for part in self.ranks.gather(own):
+            computed |= part
+        blocks = dict(sorted((there | computed).items()))
+        self._check_all_there(blocks)
+        share = itertools.islice(blocks.items(), self.ranks.rank, None, self.ranks.count)
+        looks = [look_at(self.folder, start, rows) for start, rows in share]
+        seen = sorted(itertools.chain(*self.ranks.gather(looks)), key=lambda look: look.start)
+        shown = summary(seen)
+        if self.ranks.is_first:
+            self._close(seen, shown, computed)
+        self.ranks.agreed(None)  # the manifest is there
+        files = tuple(block_name(look.start) for look in seen)
+        return Written(self.folder, sum(blocks.values()), sum(computed.values()), files, shown)
+
+    def _predict(self, there: Mapping[int, int], progress: bool) -> dict[int, int]:
         """Write the blocks that are not there and that no other rank writes: their rows."""
-        there: dict[int, int] = self._agreed_blocks()
         if self.ranks.is_first and next(self._missing(there), None) is not None:
             (self.folder / MANIFEST).unlink(missing_ok=True)
         total = self._total(there)
@@ -85,39 +105,21 @@ class Work:
         numbers.finish()
         return own
 
-    def finish(self, own: Mapping[int, int]) -> Written:
-        """Look at all blocks once more and write the manifest, when all ranks are done."""
+    def _check_all_there(self, blocks: Mapping[int, int]) -> None:
         counts = {count for count in self.ranks.gather(self.inputs.count) if count is not None}
         if len(counts) > 1:
             raise DataError(
                 "Data: expected the same inputs on every rank, got "
                 f"{' and '.join(f'{count:,}' for count in sorted(counts))} of them."
             )
-        there = self._agreed_blocks()
-        total = self._total(there) if not counts else counts.pop()
-        if list(there) != list(range(0, total or 0, self.plan.block_size)) or total != sum(
-            there.values()
-        ):
-            raise StorageError(
-                f"folder: expected all blocks of {total} inputs in {self.folder} at the end, got "
-                f"{len(there)} with {sum(there.values()):,} inputs. Start again."
+        total = counts.pop() if counts else self._total(blocks)
+        starts = list(range(0, total or 0, self.plan.block_size))
+        if list(blocks) != starts or sum(blocks.values()) != total:
+            raise DataError(
+                "Data: expected the inputs that the folder was begun with, got others: "
+                f"{total} of them, where its blocks have {sum(blocks.values())}. Begin again in "
+                "another folder."
             )
-        share = itertools.islice(there.items(), self.ranks.rank, None, self.ranks.count)
-        looks = [look_at(self.folder, start, rows) for start, rows in share]
-        seen = sorted(itertools.chain(*self.ranks.gather(looks)), key=lambda look: look.start)
-        computed: dict[int, int] = {}
-        for part in self.ranks.gather(dict(own)):
-            computed |= part
-        found = summary(seen)
-        if self.ranks.is_first:
-            self._close(seen, found, computed)
-        self.ranks.agreed(None)  # the manifest is there
-        files = tuple(block_name(look.start) for look in seen)
-        return Written(self.folder, sum(there.values()), sum(computed.values()), files, found)
-
-    def _agreed_blocks(self) -> dict[int, int]:
-        there = find_blocks(self.folder, self.plan) if self.ranks.is_first else None
-        return self.ranks.agreed(there)
 
     def _total(self, there: Mapping[int, int]) -> int | None:
         """How many inputs there are, where that is known: by the data, or by a short block."""

@@ -58,12 +58,17 @@ def folder_program(options: argparse.Namespace) -> str:
     data = named_data(options, found.data)
     given = {"block_size": options.block_size, "batch_size": options.batch_size}
     asked = arguments_for(options, found)
-    imports = ("from deltabars.blocks import predict_to", "from deltabars.sources import NamedData")
+    arguments = [Code("fit"), Code("run.load_data(data)"), options.out]
+    about = Code("asdict(data.absolute())")
     return program(
-        *fit_lines(options, *imports),
-        f"source = run.load_data({made(data)})",
-        "written = "
-        + call("predict_to", Code("fit"), Code("source"), options.out, **given, **asked),
+        "from dataclasses import asdict",
+        *fit_lines(
+            options,
+            "from deltabars.blocks import predict_to",
+            "from deltabars.sources import NamedData",
+        ),
+        f"data = {made(data)}",
+        f"written = {call('predict_to', *arguments, **given, about=about, **asked)}",
         "print(written.summary)",
     )
 

@@ -1,0 +1,101 @@
+"""Commands in several processes at once, as a launcher starts them, and data that they share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow.dataset
+import pyarrow.parquet
+
+from deltabars import watching
+from deltabars.cli import main
+from tests.stopping import end, start
+
+ROOT = Path(__file__).resolve().parents[1]
+# Inputs that are made when they are asked for; each time one is, its number and rank are noted.
+DATA = """\
+import os, time
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+
+class Made(Dataset):
+    def __init__(self, count, log="", pause=0.0, slow_rank=None, fails_at=None, seed=0):
+        self.count, self.log, self.pause, self.slow_rank = count, log, pause, slow_rank
+        self.fails_at, self.seed = fails_at, seed
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        if number == self.fails_at:
+            raise FileNotFoundError(2, "No such file or directory", f"{number}.png")
+        rank = os.environ.get("RANK", "0")
+        if self.slow_rank is None or rank == str(self.slow_rank):
+            time.sleep(self.pause)
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{rank} {number}\\n")
+        generator = torch.Generator().manual_seed(1000 * self.seed + number)
+        return torch.rand(1, 8, 8, generator=generator), number % 10
+
+
+class Stream(IterableDataset):
+    def __init__(self, count, of_rank=False, **options):
+        more = 3 * int(os.environ.get("RANK", "0")) if of_rank else 0
+        self.made, self.count = Made(count, **options), count + more
+
+    def __iter__(self):
+        return (self.made[number] for number in range(self.count))
+
+
+def loader(count, batch_size=5, shuffle=False, **options):
+    return DataLoader(Made(count, **options), batch_size=batch_size, shuffle=shuffle)
+
+
+def odd_loader(count, **options):
+    return DataLoader(Made(count, **options), batch_sampler=[[1, 0], [4, 2, 3]])
+"""
+
+
+def launch(count: int, arguments: list[object], said: Path, **environment: str) -> list[int]:
+    """A command in several processes without an agent that looks after them: their ids.
+
+    What each says goes to `said`, with its rank at the end of the name.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def work(rank: int) -> None:
+        os.environ.update(
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
+        )  # fmt: skip
+        watching._SILENCE = 4.0  # half a minute is long for a test
+        with open(f"{said}.{rank}", "w", buffering=1) as file:
+            os.dup2(file.fileno(), 2)  # torch's own library writes there too
+            sys.stdout = sys.stderr = file
+            os._exit(main([str(argument) for argument in arguments]))
+
+    return [start(lambda rank=rank: work(rank)) for rank in range(count)]
+
+
+def ended(pids: list[int]) -> list[int]:
+    """The exit statuses of processes, when all have ended."""
+    return [end(pid) for pid in pids]
+
+
+def rows_of(folder: Path) -> list[dict[str, object]]:
+    """The rows of a folder, read as a user would."""
+    return pyarrow.dataset.dataset(folder).to_table().to_pylist()
+
+
+def times_each(rows: list[Mapping[str, object]], count: int) -> set[int]:
+    """How often inputs 0 … count − 1 occur; {1} if each does once, and no other one."""
+    numbers = [row["number"] for row in rows]
+    return {numbers.count(number) for number in {*range(count), *numbers}}
