@@ -227,5 +227,6 @@ def test_a_crowd(seconds_left, first_seed, tmp_path):
         assert not different, f"round {rounds}: {way} {options}: {different}"
         rounds += 1
     print(
-        f"\ncrowds: {rounds} crowds of 5 processes, {refused} refused, 0 results that differ in a bit"
+        f"\ncrowds: {rounds} crowds of 5 processes, {refused} refused, 0 results that differ in "
+        "a bit"
     )
