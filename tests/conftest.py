@@ -60,22 +60,28 @@ def quick_run(scans, tmp_path_factory) -> Run:
 
 # The longest files, longest first: a worker that begins one at the end keeps the other waiting.
 LONGEST = (
-    "test_reproduction_small",
     "test_reproduction",
     "test_reproduction_numbers",
     "test_reproduction_refused",
     "test_docs",
-    "test_bench",
+    "test_reproduction_small",
+    "test_checkpoints",
     "test_estimators",
-    "test_reference",
-    "test_memory",
     "test_zoo",
+    "test_bench",
+    "test_concurrency",
+    "test_properties",
+    "test_hostile",
+    "test_reference",
     "test_commands_processes",
+    "test_numerical",
+    "test_resuming",
+    "test_memory",
     "test_integration_processes",
     "test_notebook",
 )
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
-TOGETHER = LONGEST[1:4]
+TOGETHER = LONGEST[:3]
 
 
 def pytest_collection_modifyitems(items):

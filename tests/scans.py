@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,6 @@ import torch
 
 from deltabars.bench.subject import upscaled_digits
 from deltabars.cli import main
-from deltabars.recipes.paper import MNIST, PaperNetwork
-from deltabars.reproduction.experiment import Options
-from deltabars.reproduction.runner import reproduce
-from deltabars.reproduction.settings import small_size
 from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
@@ -26,7 +22,7 @@ STEPS = 20
 # A small run made smaller: the training does not converge, and no number means anything.
 QUICK = (
     "--small", "--steps", STEPS, "--rank", 5,
-    "--initialisations", 3, "--hessians", 2, "--hessian-rank", 2, "--samples", 4,
+    "--initialisations", 2, "--hessians", 2, "--hessian-rank", 2, "--samples", 4,
 )  # fmt: skip
 
 
@@ -77,18 +73,6 @@ def deltabars(*arguments: object) -> subprocess.CompletedProcess[str]:
 def run(*arguments: object) -> int:
     """The command in this process; its exit code."""
     return main(["reproduce", *map(str, arguments)])
-
-
-def reproduce_tiny(
-    data: Path, out: Path, weights: PaperNetwork | None = None, **size: int
-) -> tuple[dict[str, Any], list[str]]:
-    """A reproduction of few images in this process; its results, and what was said."""
-    said: list[str] = []
-    few = replace(
-        small_size(MNIST), train_images=100, test_images=80, steps=3, rank=2, samples=2, **size
-    )
-    options = Options(data, out, 0, weights, torch.device("cpu"), True, False, False)
-    return reproduce(MNIST, few, options, said.append), said
 
 
 def only_line(capsys: Any) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import subprocess
 import time
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 
 from deltabars.recipes.paper import PaperNetwork, paper_network
 from deltabars.reproduction.published import PUBLISHED
-from tests.scans import QUICK, STEPS, deltabars, only_line, reproduce_tiny, run
-from tests.stopping import end, start
+from tests.scans import QUICK, STEPS, Run, command, deltabars, environment, only_line, run
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -116,27 +114,6 @@ class TestAgain:
         assert (quick_run.out / "results.json").read_bytes() == before
         assert done.stdout == quick_run.done.stdout
 
-    def test_a_killed_run_goes_on_and_ends_the_same(self, scans, tmp_path):
-        once, said = reproduce_tiny(scans, tmp_path / "once")
-        assert "weights: computing" in said
-        out = tmp_path / "out"
-        pid = start(lambda: reproduce_tiny(scans, out))
-        try:
-            while not (out / "stages" / "weights.npz").is_file():
-                assert os.waitpid(pid, os.WNOHANG)[0] == 0
-                time.sleep(0.005)
-        finally:
-            os.kill(pid, signal.SIGKILL)
-        assert end(pid) == -signal.SIGKILL
-        assert not (out / "results.json").exists()
-        assert stages_of(out) == ["weights"]
-        found, said = reproduce_tiny(scans, out)
-        assert "weights: kept from before" in said
-        assert "spectra: computing" in said
-        assert without_times(found) == without_times(once)
-        assert json.loads((out / "results.json").read_text()) == found
-        assert stages_of(out) == stages_of(tmp_path / "once")
-
     def test_another_seed_is_refused(self, quick_run, capsys):
         where = ("--data", quick_run.data, "--out", quick_run.out)
         before = (quick_run.out / "results.json").read_bytes()
@@ -156,15 +133,21 @@ class TestAgain:
         assert match in only_line(capsys)
 
 
+def from_weights(quick_run, out):
+    """The arguments of a run from trained weights, with nothing else beside it."""
+    return (
+        "reproduce", "mnist", "--data", quick_run.data, "--out", out,
+        "--weights", quick_run.out / "stages" / "weights.npz", "--small", "--rank", 2,
+        "--initialisations", 1, "--bootstrap", 0, "--samples", 0,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def given(quick_run, tmp_path_factory):
     """A run from trained weights: the results, what was said, and the folder."""
     folder = tmp_path_factory.mktemp("given")
-    weights = quick_run.out / "stages" / "weights.npz"
     assert set(quick_run.stage("weights")) == {*PaperNetwork().state_dict(), "seconds"}
-    least = ("--small", "--rank", 2, "--initialisations", 1, "--bootstrap", 0, "--samples", 0)
-    where = ("--data", quick_run.data, "--out", folder / "out")
-    done = deltabars("reproduce", "mnist", *where, "--weights", weights, *least, "--quiet")
+    done = deltabars(*from_weights(quick_run, folder / "out"), "--quiet")
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()  # they are of a few steps
     assert line.startswith("deltabars: warning: Expected weights near an optimum")
@@ -207,10 +190,45 @@ class TestWeights:
         assert "which holds a run with weights" in only_line(capsys)
 
 
+def test_a_killed_run_goes_on_and_ends_the_same(quick_run, given, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(*from_weights(quick_run, out)), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env=environment(),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 240
+        while not (out / "stages" / "spectra.npz").is_file():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -9
+    assert not (out / "results.json").exists()
+    assert stages_of(out) == ["fit", "spectra", "weights"]
+    done = deltabars(*from_weights(quick_run, out))
+    assert done.returncode == 0, done.stderr
+    for name in ("weights", "spectra"):
+        assert f"{name}: kept from before" in done.stderr
+    assert "predictions-train: computing" in done.stderr
+    results, folder = given
+    found = json.loads((out / "results.json").read_text())
+    assert without_times(found) == without_times(results)
+    assert stages_of(out) == stages_of(folder / "out")
+
+
 def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
     """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero."""
-    least = {"initialisations": 1, "bootstrap": 0}
-    results, _ = reproduce_tiny(scans, tmp_path / "out", paper_network(0), **least)
-    for scores in results["scores"]["test"].values():
+    weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
+    np.savez(tmp_path / "untrained.npz", **weights)
+    done = deltabars(
+        "reproduce", "mnist", "--data", scans, "--small", "--out", tmp_path / "out", "--rank", 2,
+        "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
+        "--samples", 0, "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for scores in Run(scans, tmp_path / "out", done).results["scores"]["test"].values():
         assert scores["true_positives"] == 0
         assert scores["mean_relative_error"] > 0  # of those that have a score

@@ -178,7 +178,7 @@ fit(Path(sys.argv[1]), **{**WAYS, **LONGER}[sys.argv[2]])
 
 
 def test_kills_of_whole_programs(seconds_left, first_seed, tmp_path):
-    """The same with a new Python each time, killed from its start on to a little after its end."""
+    """The same with a new Python each time, killed at any time of its life."""
 
     def begin(folder, way):
         return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), way])
@@ -189,7 +189,7 @@ def test_kills_of_whole_programs(seconds_left, first_seed, tmp_path):
         once, folder = fit(**ALL[way]), tmp_path / str(fits)
         began = time.monotonic()
         assert begin(tmp_path / f"alone {fits}", way).wait() == 0
-        most = 1.2 * (time.monotonic() - began)
+        most = 0.9 * (time.monotonic() - began)
         while True:
             program = begin(folder, way)
             try:
@@ -226,4 +226,7 @@ def test_a_crowd(seconds_left, first_seed, tmp_path):
         different = differing(fit(folder, **options), once)
         assert not different, f"round {rounds}: {way} {options}: {different}"
         rounds += 1
-    print(f"\ncrowds: {rounds} of 5 processes, {refused} refused, 0 results that differ in a bit")
+    print(
+        f"\ncrowds: {rounds} crowds of 5 processes, {refused} refused, 0 results that differ in "
+        "a bit"
+    )
