@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
+from deltabars.sharded import ShardedVectors
 from deltabars.summation import add_inner
 from deltabars.vectors import Basis, PartedVectors, columns, ranges
 
@@ -56,8 +57,11 @@ def measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
 
     Cost: 4·K²·P operations; memory: a block of columns three times.
     """
-    sums = loss_sums(vectors, dtype)
-    return {} if sums is None else loss_of(sums)
+    part = vectors.part if isinstance(vectors, ShardedVectors) else vectors
+    sums = loss_sums(part, dtype)
+    if sums is None:
+        return {}
+    return loss_of(vectors.space.sum_(sums) if isinstance(vectors, ShardedVectors) else sums)
 
 
 def loss_sums(vectors: Basis, dtype: torch.dtype) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from deltabars.eigen.pairs import (
 )
 from deltabars.eigen.resuming import fill, with_errors
 from deltabars.eigen.states import Checkpoint, Rows, State
+from deltabars.eigen.streams import dealt, singular
 from deltabars.errors import BadValueError, CheckpointMismatchError
 from deltabars.space import Space
 
@@ -59,7 +60,7 @@ def incremental_svd(
     """
     space = getattr(source, "space", None) or Space(0)
     if hasattr(source, "row_blocks"):
-        blocks = _dealt(source.row_blocks(), source, space)
+        blocks = dealt(source.row_blocks(), source, space)
         state = _State.after(blocks, rank, centred, on_step, checkpoint, space)
         factor, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):
@@ -89,20 +90,6 @@ def _of_matrix(
     order = values.argsort(descending=True)
     lost = state.discarded**0.5
     return _pairs(values[order], state.vectors[order], rank, 0.0, lost, state, False)
-
-
-def _dealt(blocks: Iterable[Tensor], source: Any, space: Space) -> Iterator[Tensor]:
-    """The rows of all ranks, a block of each at a time: of these the columns that are here."""
-    if space.ranks.count == 1:
-        yield from blocks
-        return
-    nothing = torch.zeros(0, space.size, device=source.device, dtype=source.dtype)
-    own = iter(blocks)
-    while True:
-        block = next(own, None)
-        if not any(space.ranks.gather(block is not None)):
-            return
-        yield space.ranks.exchanged(nothing if block is None else block, space.columns)
 
 
 @dataclass(frozen=True)
@@ -166,30 +153,10 @@ class _State:
             stack[1] = block - block.mean(0)
             stack.append(math.sqrt(self.count * new / total) * gap[None])
             mean = mean + gap * (new / total)
-        strengths, vectors = _singular(torch.cat(stack), self.space)
+        strengths, vectors = singular(torch.cat(stack), self.space)
         cut = float(strengths[rank:].double().square().sum())
         vectors = vectors[:rank].contiguous()
         return _State(strengths[:rank], vectors, mean, total, self.discarded + cut, self.space)
-
-
-def _singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-    """The singular values of rows (m, p), and the columns of their right vectors that are here.
-
-    Where the columns are shared out, by a QR factorisation of each rank's and one of all of theirs.
-    """
-    if space.ranks.count == 1:
-        _, strengths, vectors = torch.linalg.svd(rows, full_matrices=False)
-        return strengths, vectors
-    own, factor = torch.linalg.qr(rows.T)  # (p, k), (k, m)
-    factors = space.ranks.gather(factor.cpu())
-    sizes = [1, *map(len, factors)]
-    found = factor.new_zeros(sum(sizes), min(sum(sizes) - 1, len(rows)), device="cpu")
-    if space.ranks.is_first:  # Wᵀ of the SVD of all columns, by way of their own QR
-        columns, inner = torch.linalg.qr(torch.cat(factors))  # (Σk, r), (r, m)
-        _, strengths, turn = torch.linalg.svd(inner.T, full_matrices=False)
-        found = torch.cat([strengths[None], columns @ turn.T])
-    strengths, *turns = space.agree_(found).split(sizes)
-    return strengths[0].to(rows), turns[space.ranks.rank].to(rows).T @ own.T
 
 
 class _Pass:
