@@ -170,6 +170,8 @@ RUN = [
     (("predict", "{run}", "--data", "{test}", "--out", "x.xls"), "one of .csv, .jsonl, .parquet"),
     (("predict", "{run}", "--data", "{test}", "--out", "no/x.csv"), "a folder that exists"),
     (("predict", "{run}", "--data", "{test}", "--out", "classes.csv"), "got the folder"),
+    (("predict", "{run}", "--data", "{test}", "--block-size", "5"), "a folder as --out with it"),
+    (("predict", "{run}", "--data", "{test}", "--out", "no/out/"), "a folder that exists"),
     (("predict", "{run}", "--data", "{test}", "--estimator", "ggn"), "estimator"),
     (("predict", "{run}", "--data", "{test}", "--rank", "31"), "rank"),
     (("predict", "{run}", "--data", "{test}", "--classes", "best"), "'top5'"),

@@ -57,7 +57,7 @@ def test_kills_of_ranks(seconds_left, first_seed, workshop, place):
                     break
                 assert left_over, (seed, (place / "said.0").read_text())  # they hold it up
             else:
-                time.sleep(chance.uniform(0, 1.2))
+                wait(place, chance)
                 total["amid"] += is_amid(place / "out")
                 victims = chance.sample(pids, chance.randint(1, processes))
                 for pid in victims:
@@ -81,6 +81,17 @@ def test_kills_of_ranks(seconds_left, first_seed, workshop, place):
         shutil.rmtree("once")
     del total["in a row"]
     print(f"\nscoring: {dict(total)}, each input once, 0 rows that differ in a bit")
+
+
+def wait(place, chance):
+    """Some time from the start on, or until some blocks are there and a little longer."""
+    if chance.random() < 0.4:
+        time.sleep(chance.uniform(0, 1.2))
+        return
+    until, latest = blocks(place) + chance.randint(1, 3), time.monotonic() + 2
+    while blocks(place) < until and time.monotonic() < latest:
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.02))
 
 
 def is_amid(folder):
