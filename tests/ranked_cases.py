@@ -27,7 +27,7 @@ _WEIGHTS = torch.linspace(0.2, 3.0, CLASSES, dtype=torch.float64)
 # By name; the options of fit, and which subject.
 ESSENTIALS: dict[str, dict[str, Any]] = {
     "opg krylov": {"estimator": "opg", "solver": "krylov"},
-    "ggn incremental": {"estimator": "ggn", "solver": "incremental", "batch_size": 26, "rank": 60},
+    "ggn incremental": {"estimator": "ggn", "solver": "incremental", "batch_size": 36, "rank": 60},
     "sandwich krylov": {"estimator": "sandwich", "solver": "krylov", "smallest": 3},
     "sandwich krylov, single": {"estimator": "sandwich", "solver": "krylov", **SINGLE},
     "auto": {"estimator": "opg", "solver": "krylov", "rank": "auto", "tolerance": 0.2},
@@ -62,9 +62,9 @@ MORE: dict[str, dict[str, Any]] = {
                    "likelihood": Gaussian(noise="estimate")},
     "regression auto": {"estimator": "opg", "solver": "krylov", "subject": regression,
                         "likelihood": nn.MSELoss(), "rank": "auto", "tolerance": 0.3},
-    "repeated eigenvalues": {"estimator": "ggn", "solver": "krylov", "subject": None, "rank": 12},
+    "repeated eigenvalues": {"estimator": "ggn", "solver": "krylov", "subject": None, "rank": 40},
     "repeated, of the hessian": {"estimator": "hessian", "solver": "krylov", "subject": None,
-                                 "rank": 12},
+                                 "rank": 40},
 }  # fmt: skip
 CASES = {**ESSENTIALS, **MORE}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,15 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import deltabars
-from deltabars import ranks
-from deltabars.checkpoints import CheckpointFolder
 from tests import stopping
 from tests.launches import ROOT
-from tests.ranked import CLASSES, fit, launched, results, subject
+from tests.ranked import fit, launched, results, subject
 
 SOON = 25.0  # seconds, on a machine that is busy
 
@@ -85,7 +80,7 @@ def raising(rank):
 def hanging(rank):
     model, data = subject()
     passes = 7 if rank else 10**9
-    sleepy = Failing(model, passes, lambda: time.sleep(SOON))
+    sleepy = Failing(model, passes, lambda: time.sleep(14.0))
     fit(sleepy, data, estimator="hessian", solver="krylov")
 
 
@@ -174,7 +169,7 @@ WAYS = {
 class TestKilled:
     @pytest.mark.parametrize(
         ("way", "counts", "victim"),
-        [("sandwich", (2, 3), 1), ("opg", (3, 1), 2), ("sandwich", (2, 1), 0)],
+        [("opg", (2, 3), 1), ("opg", (3, 1), 2), ("sandwich", (2, 1), 0)],
     )
     def test_the_others_stop_and_another_number_goes_on(self, tmp_path, way, counts, victim):
         folder, options = tmp_path / "kept", WAYS[way]
@@ -214,3 +209,57 @@ class TestKilled:
         for values, predicted, _ in found:
             torch.testing.assert_close(values["hessian"], expected["hessian"], rtol=1e-6, atol=0)
             torch.testing.assert_close(predicted, std, rtol=1e-5, atol=0)
+
+    def test_a_rank_that_is_stopped_is_named(self, tmp_path):
+        launch = launched(2, work_with(tmp_path / "kept", **WAYS["sandwich"]), tmp_path / "ranks")
+        while not any((tmp_path / "kept").glob("state-*")):
+            time.sleep(0.001)
+        launch.kill(1, signal.SIGSTOP)
+        began = time.monotonic()
+        while os.waitid(os.P_PID, launch.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() - began < SOON
+            time.sleep(0.01)
+        launch.kill(1, signal.SIGKILL)
+        first, _ = launch.outcomes()
+        assert first.error.startswith("RankError: "), first.error
+        assert "got nothing any more from rank 1" in first.error
+
+
+PROGRAM = """\
+import sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from tests import stopping
+dist.init_process_group("gloo")
+found = stopping.fit(sys.argv[1], estimator="sandwich", rank=10)
+if dist.get_rank() == 0:
+    torch.save(found.spectra["hessian"].values, sys.argv[2])
+dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun(tmp_path):
+    """A program of one's own: its agent names the rank that was killed; the next launch goes on."""
+    program, folder, out = (tmp_path / name for name in ("program.py", "kept", "values.pt"))
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(program), str(folder), str(out)]
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    running = subprocess.Popen(
+        command, env=os.environ | paths, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    while not any(folder.glob("state-*")) or stopping._newest(folder) < 8:
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.002)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    _, said = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert re.search(r"rank +: 1 ", said), said
+    began = stopping._newest(folder)
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plain = stopping.fit(tmp_path / "plain", estimator="sandwich", rank=10)
+    assert stopping._newest(folder) - began < stopping._newest(tmp_path / "plain") - 3
+    torch.testing.assert_close(torch.load(out), plain.spectra["hessian"].values, rtol=1e-6, atol=0)
