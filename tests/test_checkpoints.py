@@ -29,6 +29,7 @@ from deltabars.errors import (
     StorageError,
 )
 from deltabars.identity import check_same
+from deltabars.ranks import Ranks
 from tests.stopping import (
     WAYS,
     differing,
@@ -332,7 +333,7 @@ class TestTwoProcesses:
 
     def test_threads_are_told_apart(self, half):
         with (
-            opened(half),
+            opened(half, Ranks()),
             pytest.raises(CheckpointInUseError, match=f"process {os.getpid()} is using"),
         ):
             fit(half, **SOME)
@@ -458,7 +459,7 @@ def holder(folder, worker_seconds=0.0):
     reader, writer = os.pipe()
 
     def hold():
-        with opened(folder):
+        with opened(folder, Ranks()):
             if worker_seconds and os.fork() == 0:
                 time.sleep(worker_seconds)
                 os._exit(0)

@@ -11,6 +11,7 @@ from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczo
 from deltabars.eigen.auditing import audit
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import BadValueError, ConvergenceWarning, DeltaBarsError
+from deltabars.space import Space
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
 SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov, "dense": dense, "arpack": arpack}
@@ -155,17 +156,9 @@ def test_audit_measures_what_is_wrong():
     matrix = matrix_with(SPECTRA["decaying"])
     pairs = lanczos(matrix, 8)
 
-    class Operator:
-        shape = matrix.shape
-
-        def matmat(self, rows):
-            return rows @ matrix
-
-    class Other(Operator):
-        def matmat(self, rows):
-            return rows @ matrix + 0.1 * rows
-
-    right, wrong = audit(Operator(), pairs), audit(Other(), pairs)
+    space = Space(SIZE)
+    right = audit(lambda rows: rows @ matrix, space, pairs)
+    wrong = audit(lambda rows: rows @ matrix + 0.1 * rows, space, pairs)
     assert right["residual_rms"] < 1e-9
     assert right["orthogonality"] < 1e-12
     assert wrong["residual_rms"] == pytest.approx(0.1)

@@ -13,6 +13,7 @@ import deltabars
 from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
 from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.errors import BadValueError, ConvergenceWarning, OptimumWarning
+from deltabars.space import Space
 from tests.conftest import cached_case
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
@@ -52,7 +53,7 @@ class Skew(Matrix):
 
 
 def told(operator, pairs):
-    found = audit(operator, pairs)
+    found = audit(operator.matmat, Space(SIZE), pairs)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         warn_of_audit("hessian", found)

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltabars import curvature, eigen, errors, likelihoods
+    from deltabars import curvature, eigen, errors, likelihoods, ranks
     from deltabars.eigen import EigenPairs
     from deltabars.fitted import DeltaFit
     from deltabars.fitting import fit
@@ -29,6 +29,7 @@ __all__ = [
     "last_layer",
     "likelihoods",
     "load",
+    "ranks",
 ]
 
 _ROOMS = {

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from deltabars.columns import Columns
 from deltabars.eigen.states import Rows
-from deltabars.ranks import Columns, Ranks
+from deltabars.ranks import Ranks
 
 _AT_ONCE = 64 << 20  # bytes of whole rows
 

@@ -25,7 +25,9 @@ from deltabars.predicting import check_batch_size, served
 from deltabars.prediction import Prediction
 from deltabars.problem import Problem
 from deltabars.progress import Progress
+from deltabars.ranks import current
 from deltabars.scoring import read_inputs
+from deltabars.sharded import ranks_of
 from deltabars.vectors import chosen, combined, projected
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ def certify(
                 if "opg" in fit.spectra
                 else "Fit with estimator='ggn', the nearest to a Hessian, or 'opg'."
             )
+        )
+    count = max(current().count, ranks_of(fit.spectra).count)
+    if count > 1:
+        raise BadValueError(
+            f"certify: expected one process, got {count} ranks. Save the fit, load it in one "
+            "process, or within deltabars.ranks.alone(), and certify there."
         )
     least = least_tolerance(fit.network.dtype)
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:

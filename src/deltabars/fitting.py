@@ -23,6 +23,7 @@ from deltabars.manifest import manifest
 from deltabars.network import fingerprint
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
+from deltabars.plain import plain_model
 from deltabars.problem import Problem
 from deltabars.progress import Progress
 from deltabars.ranks import current, same_everywhere
@@ -156,6 +157,7 @@ def fit(
     ranks = current()
     progress = progress and ranks.is_first
     with ranks.together(), opened(checkpoint, ranks) as session:
+        model = plain_model(model)
         budget = memory_budget
         if budget is None and session is not None:
             budget = session.memory_budget

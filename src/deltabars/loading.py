@@ -18,7 +18,6 @@ from deltabars.eigen import EigenPairs
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
-    ModelError,
     WeightsMismatchError,
     first_line,
     shortened,
@@ -29,6 +28,7 @@ from deltabars.likelihoods.named import from_description
 from deltabars.memory import CHUNK, resolve_budget, share
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
+from deltabars.plain import plain_model
 from deltabars.saving import OVERLAP, SMALL
 from deltabars.vectors import Part, PartedVectors, whole
 
@@ -75,8 +75,7 @@ def load(
         >>> bool((again.predict(some).std == fit.predict(some).std).all())
         True
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    model = plain_model(model)
     header, tensors, parts = _read(path)
     try:
         check_header(header)

@@ -24,6 +24,7 @@ from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
+from deltabars.plain import plain_model
 from deltabars.precision import full_precision, working_dtype
 from deltabars.turns import Shared, Turns
 
@@ -57,8 +58,7 @@ class Network:
         """
         if not isinstance(deterministic, bool):
             raise BadValueError(f"deterministic: expected True or False, got {deterministic!r}.")
-        if not isinstance(model, torch.nn.Module):
-            raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+        model = plain_model(model)
         with _TURNS.at(model):
             space = (
                 selection

@@ -6,13 +6,14 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deltabars.columns import Columns
 from deltabars.errors import DeltaBarsError, RankError, first_line
 from deltabars.watching import Watch
 
@@ -21,42 +22,6 @@ _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _FAREWELL = 1.5  # seconds
 _LONGEST_NAP = 2e-3  # seconds between two looks at a message that is under way
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which columns of (b, P) each rank has: contiguous ranges, in the order of the ranks.
-
-    Attributes:
-        bounds: where they begin, and P: (R + 1,).
-        rank: whose they are here.
-    """
-
-    bounds: tuple[int, ...]
-    rank: int = 0
-
-    @classmethod
-    def even(cls, size: int, ranks: Ranks) -> Columns:
-        """Ranges of one length, but for the last ones."""
-        each = -(-size // ranks.count)
-        return cls(tuple(min(each * k, size) for k in range(ranks.count + 1)), ranks.rank)
-
-    @property
-    def own(self) -> slice:
-        """The range of this rank."""
-        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
-
-    @property
-    def widths(self) -> list[int]:
-        """How many columns each rank has."""
-        return [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
-
-    def among(self, places: Tensor | None) -> Columns:
-        """The same ranges of the columns at some places (P',), ascending; of all if None."""
-        if places is None:
-            return self
-        bounds = torch.searchsorted(places.cpu(), torch.tensor(self.bounds)).tolist()
-        return Columns(tuple(bounds), self.rank)
 
 
 class Ranks:
@@ -263,7 +228,9 @@ class _Group(Ranks):
 
 def current() -> Ranks:
     """The ranks of torch's default process group; one that is alone without a group."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    if dist.get_world_size() == 1:
         return Ranks()
     group = dist.group.WORLD
     found = _GROUPS.get(id(group))
@@ -273,7 +240,26 @@ def current() -> Ranks:
     return found[1]
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Work of this process alone, in a program that has a process group.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> with deltabars.ranks.alone():  # on one rank, say, while the others do something else
+        ...     fit = deltabars.fit(model, train, l2=L2, rank=10, progress=False)
+    """
+    token = _IS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _IS_ALONE.reset(token)
+
+
 _GROUPS: dict[int, tuple[Any, _Group]] = {}
+_IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
 
 
 def _object(held: Tensor) -> Any:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from deltabars import shards, storage
+from deltabars.columns import Columns
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.folders import write_whole_folder
 from deltabars.likelihoods.named import LIKELIHOODS, described, is_own
 from deltabars.memory import read_bytes
 from deltabars.precision import full_precision
-from deltabars.ranks import Columns
 from deltabars.rounding import measured_loss, rounded, stored_dtype
 from deltabars.sharded import here, ranks_of
 

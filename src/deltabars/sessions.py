@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltabars.carrying import brought_together, dealt_out
+from deltabars.columns import Columns
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.resuming import with_errors
 from deltabars.eigen.states import Rows, State
@@ -19,7 +20,7 @@ from deltabars.errors import CheckpointWarning, CorruptFileError, StorageError
 from deltabars.growing import ProbeGrowth
 from deltabars.identity import check_same
 from deltabars.memory import ran_out
-from deltabars.ranks import Columns, Ranks
+from deltabars.ranks import Ranks
 from deltabars.snapshots import Snapshot, Snapshots
 from deltabars.space import Space
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.ranks import Columns, Ranks
+from deltabars.columns import Columns
+from deltabars.errors import StorageError
+from deltabars.ranks import Ranks
 from deltabars.space import Space
 
 
@@ -44,6 +46,12 @@ class ShardedVectors:
 
     def __len__(self) -> int:
         return len(self.part)
+
+    def __reduce__(self) -> Any:
+        raise StorageError(
+            f"Eigenvectors: expected whole ones to be copied or pickled, got those that "
+            f"{self.space.ranks.count} ranks share. Save the fit, and load it where it is wanted."
+        )
 
     def first(self, count: int) -> ShardedVectors:
         """The first rows."""

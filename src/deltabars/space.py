@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltabars.ranks import Columns, Ranks
+from deltabars.columns import Columns
+from deltabars.ranks import Ranks
 from deltabars.summation import inner
 
 

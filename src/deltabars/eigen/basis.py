@@ -51,18 +51,22 @@ class Basis:
             self.rows += part.shape[0]
             block = block[part.shape[0] :]
 
-    def remove_from(self, vectors: Tensor) -> None:
-        """Subtract from each row of `vectors` its projection on the basis, once, in place.
+    def remove_from(self, vectors: Tensor) -> Tensor:
+        """Subtract from each row of `vectors` (b, p) its projection on the basis, once, in place.
+
+        Returns:
+            The products with the locked rows and with those of the basis, (b, L + rows), float64.
 
         Cost: one message.
         """
         panels = [*self._locked, *self._filled()]
         if not panels:
-            return
+            return vectors.new_zeros(len(vectors), 0, dtype=torch.float64)
         parts = self.space.sum_(torch.cat([inner(vectors, panel) for panel in panels], dim=1))
         sizes = [len(panel) for panel in panels]
         for part, panel in zip(parts.split(sizes, dim=1), panels, strict=True):
             vectors.addmm_(part.to(self._dtype), panel, alpha=-1)
+        return parts
 
     def keep(self, coefficients: Tensor) -> None:
         """Replace the m rows by k ≤ m combinations of them, for coefficients (m, k) in float64.
@@ -129,7 +133,7 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
 
     From inner products, which are a few matrix products where a QR factorisation of long rows is
     slow: the first round makes W well conditioned, the second one orthonormal. In place.
-    Cost: two messages, and up to three small ones where b > 1.
+    Cost: one message for one row; else two, and one to three small ones.
     """
     floor = torch.finfo(rows.dtype).eps ** 0.5
     turn, strengths = _principal(space.inner(rows, rows).cpu(), space)
@@ -137,6 +141,8 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     scale = strengths.clamp(min=least)
     _mix(turn / scale, rows)  # W = (turn·scale)·rows
     factor = turn * scale
+    if len(rows) == 1:  # of length 1, but for the rounding of its numbers
+        return factor * (strengths > 0), strengths
     gram = space.inner(rows, rows).cpu()
     if float(strengths[-1]) > least:
         lower = torch.linalg.cholesky(gram)  # rows = lower·(orthonormal)
@@ -157,6 +163,8 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """`count` orthonormal rows V that continue the basis along `vectors` (b, P).
 
+    The basis has been removed from the vectors once.
+
     They take the place of the vectors, as far as they can.
 
     Directions with a strength of less than `noise` are rounding errors: an invariant subspace was
@@ -167,7 +175,6 @@ def extend(
         basis).
     """
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
-    basis.remove_from(vectors)
     coupling, strengths = orthonormalise(vectors, basis.space)
     rows = vectors[: min(count, int((strengths > noise).sum()))]
     coupling = coupling[:, : rows.shape[0]]

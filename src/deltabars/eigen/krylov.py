@@ -212,6 +212,7 @@ class Run:
         at = self.course.take_up(basis, projected, followed, block_size)
         if at is None:
             start = space.random_rows(block_size, self.generator, device, dtype)
+            basis.remove_from(start)
             block, _ = extend(basis, start, block_size, 0.0, self.generator)
             del start
             norm, least, converged, patience = 0.0, math.inf, 0, Patience()
@@ -225,7 +226,8 @@ class Run:
             if followed is not None:
                 followed.append(block)
             image = self.matrix.matmat(block)  # (b, p)
-            middle = space.inner(block, image).cpu()
+            # The products with the last rows of the basis are V_j A V_jᵀ.
+            middle = basis.remove_from(image)[:, -len(block) :].cpu()
             del block  # the basis has it
             norm = max(norm, float(middle.abs().max()))
             width = min(block_size, room - basis.rows)

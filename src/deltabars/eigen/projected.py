@@ -83,7 +83,10 @@ class Projected:
     def ritz(self) -> Ritz:
         """The Ritz pairs, with their residual norms through the coupling. Cost: m³."""
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
-        values, coordinates = map(self._ranks.agree_, torch.linalg.eigh(self._matrix.to(here)))
+        values, coordinates = torch.linalg.eigh(self._matrix.to(here))
+        if self._ranks.count > 1:
+            found = self._ranks.agree_(torch.cat([coordinates, values[None]]))
+            values, coordinates = found[-1], found[:-1]
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
         norms = (self._coupling.T @ last).norm(dim=0)
         return Ritz(values.cpu(), coordinates, norms)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from deltabars.ranks import Columns
+from deltabars.columns import Columns
 from deltabars.space import Space
 
 

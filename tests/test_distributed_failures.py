@@ -1,0 +1,265 @@
+"""What becomes of a fit on several processes when one of them fails, and of what it had done."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import stopping
+from tests.launches import ROOT
+from tests.ranked import fit, launched, results, subject
+
+SOON = 25.0  # seconds, on a machine that is busy
+
+
+def too_few(rank):
+    model, data = subject()
+    fit(model, tuple(part[:1] for part in data))
+
+
+def empty_shard(rank):
+    model, data = subject()
+    fit(model, tuple(part[: 0 if rank else None] for part in data))
+
+
+def nan(rank):
+    model, (inputs, targets) = subject()
+    inputs = inputs[50 * rank : 50 * rank + 50 - rank].clone()
+    inputs[3, 2] = torch.nan if rank else 0.0
+    fit(model, (inputs, targets[: len(inputs)]))
+
+
+def other_weights(rank):
+    model, data = subject()
+    with torch.no_grad():
+        model[0].weight[0, 0] += 0.01 * rank
+    fit(model, data)
+
+
+def other_options(rank):
+    fit(*subject(), rank=10 + rank)
+
+
+def other_l2(rank):
+    fit(*subject(), l2=0.02 + 0.001 * rank)
+
+
+class Failing(nn.Module):
+    """A model that cannot go on after some passes."""
+
+    def __init__(self, inner, passes, what):
+        super().__init__()
+        self.inner, self.passes, self.what = inner, passes, what
+
+    def forward(self, inputs):
+        self.passes -= 1
+        if self.passes == 0:
+            self.what()
+        return self.inner(inputs)
+
+
+def _raises():
+    raise OSError("no such shard")
+
+
+def raising(rank):
+    model, data = subject()
+    passes = 7 if rank else 10**9
+    fit(Failing(model, passes, _raises), data, estimator="hessian", solver="krylov")
+
+
+def hanging(rank):
+    model, data = subject()
+    passes = 7 if rank else 10**9
+    sleepy = Failing(model, passes, lambda: time.sleep(14.0))
+    fit(sleepy, data, estimator="hessian", solver="krylov")
+
+
+def one_rank_only(rank):
+    if rank == 1:
+        return time.sleep(12.0)
+    fit(*subject())
+
+
+# By name: what a rank does, and what both of them say of it.
+FAILURES = {
+    "too few": (too_few, "expected an example for each of 2 ranks, got 1"),
+    "empty shard": (empty_shard, "rank 1: Data: expected at least one example, got none"),
+    "nan": (nan, "rank 1: Inputs: expected finite values, got NaN"),
+    "other weights": (other_weights, "expected the same weights on every rank"),
+    "other options": (other_options, "expected the same options on every rank"),
+    "other l2": (other_l2, "expected the same options on every rank"),
+    "raises": (raising, "error on rank 1: .*no such shard"),
+    "hangs": (hanging, "got none from rank 1 in time"),
+    "one rank only": (one_rank_only, "rank 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """How both ranks ended, of every failure; all at once, since they mostly wait."""
+    folder = tmp_path_factory.mktemp("failures")
+    subject()  # is there before they start
+    launches = {
+        name: launched(2, work, folder / name, timeout=8.0) for name, (work, _) in FAILURES.items()
+    }
+    return {name: launch.outcomes(50.0) for name, launch in launches.items()}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_rank_says_which_one_failed_and_of_what(failures, name):
+    outcomes = failures[name]
+    expected = FAILURES[name][1]
+    own = {"empty shard": 1, "nan": 1, "raises": 1, "hangs": 1, "one rank only": 1}.get(name)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.seconds < SOON + 10, rank
+        if name == "one rank only" and rank == 1:
+            assert outcome.error is None
+            continue
+        assert outcome.error is not None, rank
+        if own in (None, rank):  # it has the error itself
+            expected_here = expected.removeprefix("rank 1: ").removeprefix("error on rank 1: ")
+            if name != "hangs":
+                assert re.search(expected_here, outcome.error), outcome.error
+        else:
+            assert outcome.error.startswith("RankError: "), outcome.error
+            assert re.search(expected, outcome.error), outcome.error
+
+
+def work_with(folder, **options):
+    """A fit of many steps that saves every one of them, and how many products it took."""
+
+    def work(rank):
+        found = stopping.fit(folder, **options)
+        inputs = stopping.subject()[1][0][:9]
+        predicted = found.predict(inputs, moderation=None)
+        values = {name: pairs.values for name, pairs in found.spectra.items()}
+        return values, predicted.std, found.diagnostics.get("ranks")
+
+    return work
+
+
+def killed(count, victim, folder, where, states, **options):
+    """Kill one rank when so many states have been written; how the others ended, and when."""
+    launch = launched(count, work_with(folder, **options), where)
+    while len(list(folder.glob("state-*"))) < 1 or stopping._newest(folder) < states:
+        assert os.waitpid(launch.pids[victim], os.WNOHANG)[0] == 0, "It ended before that."
+        time.sleep(0.001)
+    launch.kill(victim)
+    began = time.monotonic()
+    return launch.outcomes(SOON), time.monotonic() - began
+
+
+WAYS = {
+    "sandwich": {"estimator": "sandwich", "rank": 10},
+    "opg": {"estimator": "opg", "rank": 24},
+    "incremental": {"estimator": "opg", "rank": 10, "solver": "incremental", "batch_size": 3},
+}
+
+
+class TestKilled:
+    @pytest.mark.parametrize(
+        ("way", "counts", "victim"),
+        [("opg", (2, 3), 1), ("opg", (3, 1), 2), ("sandwich", (2, 1), 0)],
+    )
+    def test_the_others_stop_and_another_number_goes_on(self, tmp_path, way, counts, victim):
+        folder, options = tmp_path / "kept", WAYS[way]
+        expected, std, _ = work_with(None, **options)(0)
+        outcomes, seconds = killed(counts[0], victim, folder, tmp_path / "a", 12, **options)
+        assert seconds < SOON
+        for rank, outcome in enumerate(outcomes):
+            if rank == victim:
+                assert outcome.status == -signal.SIGKILL
+                continue
+            assert outcome.status == 1
+            assert outcome.error.startswith("RankError: "), outcome.error
+            assert f"rank {victim}" in outcome.error, outcome.error
+        began = stopping._newest(folder)
+        if counts[1] == 1:
+            found = [work_with(folder, **options)(0)]
+        else:
+            found = results(counts[1], work_with(folder, **options), tmp_path / "b")
+        steps = stopping._newest(folder) - began
+        plain = tmp_path / "plain"
+        work_with(plain, **options)(0)
+        assert steps < stopping._newest(plain) - 3  # it has not begun again
+        for values, predicted, _ in found:
+            for name in expected:
+                torch.testing.assert_close(values[name], expected[name], rtol=1e-6, atol=0)
+            torch.testing.assert_close(predicted, std, rtol=1e-5, atol=0)
+
+    def test_from_one_to_two(self, tmp_path):
+        folder, options = tmp_path / "kept", WAYS["sandwich"]
+        expected, std, _ = work_with(None, **options)(0)
+        stopping.kill_after(folder, 14, **options)
+        began = stopping._newest(folder)
+        found = results(2, work_with(folder, **options), tmp_path / "b")
+        plain = tmp_path / "plain"
+        work_with(plain, **options)(0)
+        assert stopping._newest(folder) - began < stopping._newest(plain) - 3
+        for values, predicted, _ in found:
+            torch.testing.assert_close(values["hessian"], expected["hessian"], rtol=1e-6, atol=0)
+            torch.testing.assert_close(predicted, std, rtol=1e-5, atol=0)
+
+    def test_a_rank_that_is_stopped_is_named(self, tmp_path):
+        launch = launched(2, work_with(tmp_path / "kept", **WAYS["sandwich"]), tmp_path / "ranks")
+        while not any((tmp_path / "kept").glob("state-*")):
+            time.sleep(0.001)
+        launch.kill(1, signal.SIGSTOP)
+        began = time.monotonic()
+        while os.waitid(os.P_PID, launch.pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() - began < SOON
+            time.sleep(0.01)
+        launch.kill(1, signal.SIGKILL)
+        first, _ = launch.outcomes()
+        assert first.error.startswith("RankError: "), first.error
+        assert "got nothing any more from rank 1" in first.error
+
+
+PROGRAM = """\
+import sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from tests import stopping
+dist.init_process_group("gloo")
+found = stopping.fit(sys.argv[1], estimator="sandwich", rank=10)
+if dist.get_rank() == 0:
+    torch.save(found.spectra["hessian"].values, sys.argv[2])
+dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun(tmp_path):
+    """A program of one's own: its agent names the rank that was killed; the next launch goes on."""
+    program, folder, out = (tmp_path / name for name in ("program.py", "kept", "values.pt"))
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(program), str(folder), str(out)]
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    running = subprocess.Popen(
+        command, env=os.environ | paths, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    while not any(folder.glob("state-*")) or stopping._newest(folder) < 8:
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.002)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    _, said = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert re.search(r"rank +: 1 ", said), said
+    began = stopping._newest(folder)
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plain = stopping.fit(tmp_path / "plain", estimator="sandwich", rank=10)
+    assert stopping._newest(folder) - began < stopping._newest(tmp_path / "plain") - 3
+    torch.testing.assert_close(torch.load(out), plain.spectra["hessian"].values, rtol=1e-6, atol=0)
