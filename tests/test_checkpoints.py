@@ -366,6 +366,16 @@ class TestNoRoom:
         assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("draft")]
         assert not differing(fit(tmp_path, **WAYS["sandwich"]), plain("sandwich"))
 
+    def test_drafts_of_a_killed_process_are_removed(self, half):
+        """And nothing of anyone else's."""
+        name = states(half)[-1].name
+        mine, other = half / f"draft-{'0a' * 8}-{name}", half / "draft-of-a-paper.txt"
+        mine.touch()
+        other.touch()
+        fit(half, **SOME)
+        assert not mine.exists()
+        assert other.exists()
+
     def test_what_was_there_before_stays(self, half):
         before = {path.name: path.read_bytes() for path in [*states(half), *rows(half)]}
         with full_disk(500), pytest.warns(CheckpointWarning, match="still there"):

@@ -86,7 +86,8 @@ def hanging(rank):
 
 def one_rank_only(rank):
     if rank == 1:
-        return time.sleep(12.0)
+        time.sleep(12.0)
+        return
     fit(*subject())
 
 

@@ -99,7 +99,10 @@ class _Group(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._watch: Watch | None = None
         self._sessions = 0
-        on_gpus = dist.get_backend() == "nccl"
+        backend = str(dist.get_backend())
+        self._has_nccl = "nccl" in backend
+        # NCCL alone has no messages between CPUs.
+        on_gpus = backend in ("nccl", "cuda:nccl")
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
 
     @contextmanager
@@ -162,7 +165,7 @@ class _Group(Ranks):
 
     def summed_columns(self, whole: Tensor, columns: Columns) -> Tensor:
         widths = columns.widths
-        if self._device is None:  # Gloo's own is an all-reduce and more
+        if not (self._has_nccl and whole.is_cuda):  # Gloo's own is an all-reduce and more
             return self.sum_(whole)[:, columns.own].contiguous()
         sent = torch.cat([_padded(part, max(widths)) for part in whole.split(widths, dim=1)])
         found = sent.new_empty(len(whole), max(widths))

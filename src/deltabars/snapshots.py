@@ -31,7 +31,7 @@ from deltabars.errors import (
 )
 
 _NAME = re.compile(r"(state|rows)-(\d{8,16})\.safetensors")
-_DRAFT = re.compile(rf"draft-\d+-{_NAME.pattern}")
+_DRAFT = re.compile(rf"draft-[0-9a-f]+-{_NAME.pattern}")
 _LARGEST = 256 << 20  # bytes of a file of rows: what is held while it is read
 
 

@@ -19,6 +19,7 @@ from deltabars.errors import BadValueError, StorageError
 from deltabars.fitted import DeltaFit
 from deltabars.prediction import Prediction
 from deltabars.ranks import current
+from deltabars.sharded import ranks_of
 from deltabars.sources import Source
 from deltabars.tables import pyarrow
 
@@ -78,6 +79,11 @@ def predict_to(
         0
     """
     pyarrow()
+    if ranks_of(fit.spectra).count > 1:
+        raise BadValueError(
+            "fit: expected one that each rank has whole, got one whose eigenvectors are shared out "
+            "between them. Save it and load it."
+        )
     ranks = current()
     with ranks.together():
         source = data if isinstance(data, Source) else _source(data)
