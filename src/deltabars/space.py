@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,24 @@ class Space:
         """
         return found if found.numel() == 1 else self.ranks.agree_(found)
 
+    def dealt(
+        self, blocks: Iterable[Tensor], device: torch.device, dtype: torch.dtype
+    ) -> Iterator[Tensor]:
+        """Rows (n, P) of all ranks, a block of each at a time: of these the columns that are here.
+
+        The ranks may have different numbers of rows. Cost: five messages a block.
+        """
+        if self.ranks.count == 1:
+            yield from blocks
+            return
+        nothing = torch.zeros(0, self.size, device=device, dtype=dtype)
+        own = iter(blocks)
+        while True:
+            block = next(own, None)
+            if not any(self.ranks.gather(block is not None)):
+                return
+            yield self.ranks.exchanged(nothing if block is None else block, self.columns)
+
     def random_rows(
         self, count: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
     ) -> Tensor:
@@ -93,6 +112,13 @@ class Spaces:
         if self.places is None:
             return None
         return self.places[self.reached.own] - self.whole.own.start
+
+    def put_back(self, rows: Tensor) -> Tensor:
+        """Rows (b, p') in the second among zeros in the first, (b, p)."""
+        here = self.places_here
+        if here is None:
+            return rows
+        return rows.new_zeros(len(rows), self.whole.width).index_copy_(1, here, rows)
 
     def picked(self, rows: Tensor) -> Tensor:
         """Of rows (b, p) in the first their columns in the second, (b, p')."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
 from deltabars.memory import KEPT, attempt, chunk_within, share
 from deltabars.network import model_errors
+from deltabars.precision import full_precision
 from deltabars.problem import Problem
-from deltabars.space import Space
 
 _ROWS_AT_ONCE = 64
 
@@ -57,35 +57,27 @@ class CurvatureOperator(ABC):
         Cost: one pass over the data.
         """
         self._check_vectors(vectors)
-        total = self.problem.ranks.sum_(self._sum_here(self._pick(vectors)))
-        mean = self._put_back(total.div_(self.problem.num_examples))  # (b, P)
-        return mean.add_(vectors, alpha=self.problem.l2)
+        space = self.problem.spaces.whole
+        return space.ranks.all_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
 
     def whole_matmat(self, vectors: Tensor) -> Tensor:
-        """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p).
-
-        Cost: one pass over the data, and two messages where there are other ranks.
-        """
-        return self._shared(vectors, self.problem.spaces.whole, self._sum_of_all)
+        """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p)."""
+        spaces = self.problem.spaces
+        mean = self._mean(spaces.picked(vectors))
+        return spaces.put_back(mean).add_(vectors, alpha=self.problem.l2)
 
     def reached_matmat(self, vectors: Tensor) -> Tensor:
         """The same among the parameters that are reached: (b, p') -> (b, p')."""
-        return self._shared(vectors, self.problem.spaces.reached, self._sum_here)
+        return self._mean(vectors).add_(vectors, alpha=self.problem.l2)
 
-    def _shared(
-        self, vectors: Tensor, space: Space, sum_here: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ranks, columns = space.ranks, space.columns
-        total = sum_here(ranks.all_columns(vectors, columns))
-        mean = ranks.summed_columns(total, columns).div_(self.problem.num_examples)
-        return mean.add_(vectors, alpha=self.problem.l2)
-
-    def _sum_of_all(self, vectors: Tensor) -> Tensor:
-        return self._put_back(self._sum_here(self._pick(vectors)))
-
-    def _sum_here(self, vectors: Tensor) -> Tensor:
+    def _mean(self, vectors: Tensor) -> Tensor:
+        """The data part of it, (1/N)·Σₙ Aₙ v. Two messages where there are other ranks."""
+        space = self.problem.spaces.reached
+        whole = space.ranks.all_columns(vectors, space.columns)
         with self.problem.network.evaluation(), model_errors():
-            return self._data_sum(vectors)
+            total = self._data_sum(whole)
+        own = space.ranks.summed_columns(total, space.columns)
+        return own.div_(self.problem.num_examples)
 
     def _pick(self, whole: Tensor) -> Tensor:
         """The columns of (b, P) that are reached: (b, P')."""
@@ -159,6 +151,7 @@ class RowOperator(CurvatureOperator):
         fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
         self._chunk_size = problem.chunk_size.at_most(fitting)
         self._kept: Tensor | None = None
+        self._is_refused = False  # where it was tried, and does not fit
 
     @property
     def row_scale(self) -> float:
@@ -172,13 +165,14 @@ class RowOperator(CurvatureOperator):
 
     @property
     def num_rows(self) -> int:
-        """How many rows of R are here."""
-        return self.problem.data.num_here * self._rows_per_example
+        """How many rows R has."""
+        return self.problem.num_examples * self._rows_per_example
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether all of R fits the part of the memory budget that it may take."""
-        return self.num_rows * self._bytes_per_row <= share(self.problem.memory_budget, KEPT)
+        """Whether R fits the part of the memory budget that it may take, on every rank."""
+        row = max(self.problem.spaces.reached.columns.widths) * self.dtype.itemsize
+        return self.num_rows * row <= share(self.problem.memory_budget, KEPT)
 
     @property
     def kept_bytes(self) -> int:
@@ -187,12 +181,13 @@ class RowOperator(CurvatureOperator):
 
     def data_trace(self) -> float:
         """The trace of (1/N)·RᵀR: what all its eigenvalues sum up to. Cost: one pass over R."""
-        blocks = self.reached_row_blocks()
+        kept = self._kept_rows()
+        blocks = self._computed_blocks() if kept is None else self._split(kept)
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
         return math.fsum(self.problem.ranks.gather(float(total))) * self.row_scale
 
     def row_blocks(self) -> Iterator[Tensor]:
-        """R in blocks (n, P), in the order of the data.
+        """The rows of R that are of examples here, in blocks (n, P), in the order of the data.
 
         Raises:
             ModelError: per-example derivatives cannot be had, or are not finite.
@@ -201,26 +196,45 @@ class RowOperator(CurvatureOperator):
             yield self._put_back(block)
 
     def reached_row_blocks(self) -> Iterator[Tensor]:
-        """R in blocks (n, P'), without the columns that are zero."""
-        kept = self._kept_rows()
-        if kept is not None:
-            yield from kept.split(self._chunk_size.value * self._rows_per_example)
-        else:
-            yield from self._computed_blocks()
+        """The same in blocks (n, P'), without the columns that are zero."""
+        kept = self._kept_rows() if self.problem.ranks.count == 1 else None
+        yield from self._computed_blocks() if kept is None else self._split(kept)
+
+    def _split(self, kept: Tensor) -> Iterable[Tensor]:
+        return kept.split(self._chunk_size.value * self._rows_per_example)
 
     def _kept_rows(self) -> Tensor | None:
-        if self._kept is None and self.keeps_rows:
-            self._kept = self._all_rows()
+        """All rows of R, of which each rank has its own columns, (rows, p'); None if not kept."""
+        if self._kept is None and not self._is_refused:
+            self._kept = self._all_rows() if self.keeps_rows else None
+            self._is_refused = self._kept is None
         return self._kept
 
     def _all_rows(self) -> Tensor | None:
-        """R whole, (rows, P'), or None where there is no memory for it after all."""
-        size = (self.num_rows, self.problem.num_reached)
-        whole = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
-        if whole is not None:
-            for _ in self._computed_blocks(whole):
+        """R, or None where there is no memory for it after all."""
+        space = self.problem.spaces.reached
+        size = (self.num_rows, space.width)
+        kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
+        if not all(space.ranks.gather(kept is not None)) or kept is None:
+            return None
+        if space.ranks.count == 1:
+            for _ in self._computed_blocks(kept):
                 pass
-        return whole
+            return kept
+        done = 0
+        for block in space.dealt(self._computed_blocks(), self.device, self.dtype):
+            kept[done : done + len(block)] = block
+            done += len(block)
+        return kept
+
+    def _mean(self, vectors: Tensor) -> Tensor:
+        """Of rows that are kept by one message, of b numbers for each of them."""
+        kept = self._kept_rows()
+        if kept is None:
+            return super()._mean(vectors)
+        with full_precision(self.device):
+            there = self.problem.ranks.sum_(vectors @ kept.T)  # (b, rows)
+            return (there @ kept).div_(self.problem.num_examples)
 
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
         """R in blocks (n, P'), written to `whole` where that is given."""
@@ -245,8 +259,7 @@ class RowOperator(CurvatureOperator):
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        kept = self._kept_rows()
-        for block in self._computed_blocks() if kept is None else [kept]:
+        for block in self._computed_blocks():
             total.addmm_(vectors @ block.T, block)
         return total
 

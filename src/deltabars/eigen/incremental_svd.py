@@ -23,7 +23,7 @@ from deltabars.eigen.pairs import (
 )
 from deltabars.eigen.resuming import fill, with_errors
 from deltabars.eigen.states import Checkpoint, Rows, State
-from deltabars.eigen.streams import dealt, singular
+from deltabars.eigen.streams import singular
 from deltabars.errors import BadValueError, CheckpointMismatchError
 from deltabars.space import Space
 
@@ -60,7 +60,9 @@ def incremental_svd(
     """
     space = getattr(source, "space", None) or Space(0)
     if hasattr(source, "row_blocks"):
-        blocks = dealt(source.row_blocks(), source, space)
+        blocks = source.row_blocks()
+        if space.ranks.count > 1:
+            blocks = space.dealt(blocks, source.device, source.dtype)
         state = _State.after(blocks, rank, centred, on_step, checkpoint, space)
         factor, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):

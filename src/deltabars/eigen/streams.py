@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deltabars.space import Space
-
-
-def dealt(blocks: Iterable[Tensor], source: Any, space: Space) -> Iterator[Tensor]:
-    """The rows of all ranks, a block of each at a time: of these the columns that are here."""
-    if space.ranks.count == 1:
-        yield from blocks
-        return
-    nothing = torch.zeros(0, space.size, device=source.device, dtype=source.dtype)
-    own = iter(blocks)
-    while True:
-        block = next(own, None)
-        if not any(space.ranks.gather(block is not None)):
-            return
-        yield space.ranks.exchanged(nothing if block is None else block, space.columns)
 
 
 def singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
