@@ -34,20 +34,25 @@ RUNS: list[tuple[str, Machine, Work, float, str]] = [
     ("… OPG, K = 1500, silent units left out", H200, _REACHED, 1.7, "fit"),
     ("… 10,000 images", H200, _REACHED, 0.30, "10,000 predictions"),
 ]
-# Estimator, P, N, K, R, products, whether rows are kept; seconds of CPU of the first rank.
-_ON_CORES = [
-    ("opg", 55_210, 600, 40, 1, 204, False, 6.57),
-    ("hessian", 55_210, 1000, 30, 1, 237, True, 5.27),
-    ("opg", 55_210, 600, 40, 1, 204, True, 3.13),
-    ("opg", 190_410, 300, 100, 1, 328, True, 8.72),
-    ("opg", 23_530, 2000, 60, 1, 284, False, 6.48),
-    ("opg", 112_810, 500, 60, 2, 266, False, 5.58),
-    ("opg", 112_810, 500, 60, 4, 266, False, 2.82),
-    ("opg", 190_410, 400, 40, 2, 200, False, 7.26),
-    ("hessian", 55_210, 1500, 20, 2, 158, True, 3.12),
-    ("hessian", 55_210, 2000, 40, 4, 281, True, 5.81),
+# Estimator, P, N, K, R, products, whether rows are kept (of a Hessian, what its products share);
+# seconds of CPU of the first rank. Measured by `python -m tests.plan_runs`.
+ON_CORES = [
+    ("opg", 55_210, 600, 40, 1, 196, False, 6.94),
+    ("hessian", 55_210, 1000, 30, 1, 251, True, 6.04),
+    ("opg", 55_210, 600, 40, 1, 196, True, 3.48),
+    ("opg", 190_410, 300, 100, 1, 328, True, 8.43),
+    ("opg", 23_530, 2000, 60, 1, 278, False, 6.20),
+    ("opg", 112_810, 500, 60, 2, 260, False, 5.20),
+    ("opg", 112_810, 500, 60, 4, 260, False, 4.23),
+    ("opg", 190_410, 400, 40, 2, 192, False, 6.37),
+    ("opg", 112_810, 500, 60, 2, 260, True, 3.93),
+    ("opg", 112_810, 500, 60, 4, 260, True, 2.76),
+    ("opg", 190_410, 300, 100, 2, 328, True, 4.84),
+    ("opg", 55_210, 1500, 40, 4, 212, True, 3.03),
+    ("hessian", 55_210, 1500, 20, 2, 158, True, 2.79),
+    ("hessian", 55_210, 2000, 40, 4, 290, True, 5.82),
 ]
-for _place, (_kind, _p, _n, _k, _r, _products, _kept, _seconds) in enumerate(_ON_CORES):
+for _place, (_kind, _p, _n, _k, _r, _products, _kept, _seconds) in enumerate(ON_CORES):
     _rows = "" if _kind == "hessian" else ", kept" if _kept else ", recomputed"
     _name = f"{_kind}{_rows}, P = {_p:,}, N = {_n:,}, K = {_k}, R = {_r}"
     _work = Work(_p, _n, _k, _r, _kind, 1.0, products=_products, keeps=_kept)
