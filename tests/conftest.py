@@ -65,6 +65,8 @@ LONGEST = (
     "test_reproduction_refused",
     "test_docs",
     "test_reproduction_small",
+    "test_distributed",
+    "test_distributed_failures",
     "test_checkpoints",
     "test_estimators",
     "test_zoo",
@@ -79,6 +81,7 @@ LONGEST = (
     "test_memory",
     "test_integration_processes",
     "test_notebook",
+    "test_distributed_results",
 )
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
 TOGETHER = LONGEST[:3]

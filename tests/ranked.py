@@ -98,7 +98,7 @@ def launched(count: int, work: Callable[[int], Any], folder: Path, timeout: floa
 
     def one(rank: int) -> None:
         began = time.monotonic()
-        watching._SILENCE = 4.0  # half a minute is long for a test
+        watching._SILENCE = watching._ARRIVAL = 4.0  # half a minute is long for a test
         said = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(said, 1)
         os.dup2(said, 2)  # torch's own library writes there

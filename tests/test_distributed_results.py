@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -134,26 +135,33 @@ class TestModels:
     def test_of_training_on_several_processes(self, tmp_path, plain):
         def work(rank):
             from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+            from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
             model, data = subject()
             wrapped = fit(DistributedDataParallel(copy.deepcopy(model)), data, **OPTIONS)
             wrapped.save(tmp_path / "wrapped")
-            names = wrapped.network.parameters.names
-            sharded = copy.deepcopy(model)
-            fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-            try:
-                fit(sharded, data)
-            except ModelError as error:
-                return names, wrapped.predict(data[0][:5]).std, str(error)
+            names, std = wrapped.network.parameters.names, wrapped.predict(data[0][:5]).std
+            mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
+            first, second, third = (copy.deepcopy(model) for _ in range(3))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch, about its older ways
+                sharded = [
+                    fully_shard(first, mesh=mesh),
+                    FullyShardedDataParallel(second, device_id=cpu),
+                    parallelize_module(third, mesh, {"0": ColwiseParallel()}),
+                ]
+            said = [refused(partial(fit, each, data), ModelError) for each in sharded]
+            return names, std, said
 
         for names, std, said in results(2, work, tmp_path / "ranks"):
             assert names == ("0.weight", "0.bias", "2.weight", "2.bias")
             torch.testing.assert_close(std, plain.predict(subject()[1][0][:5]).std)
-            assert "expected whole parameters on every process, got DTensor" in said or (
-                "got FSDPSequential" in said
-            )
-            assert "Load a full state dict into a plain model" in said
+            for kind, text in zip(
+                ("DTensor", "FullyShardedDataParallel", "DTensor"), said, strict=True
+            ):
+                assert f"expected whole parameters on every process, got {kind}, which" in text
+                assert "Load a full state dict into a plain model" in text
         loaded = deltabars.load(tmp_path / "wrapped", subject()[0])
         torch.testing.assert_close(loaded.predict(subject()[1][0][:5]).std, std)
 

@@ -13,6 +13,7 @@ from deltabars.errors import DeltaBarsError, RankError, first_line
 
 _BEAT = 0.5  # seconds
 _SILENCE = 30.0  # seconds without a beat after which the next rank counts as dead
+_ARRIVAL = 300.0  # seconds that the next rank may come later than this one
 _SHORT_SILENCE = 4.0  # likewise of any rank, when a message has failed
 _OVER = "over"  # the last beat of a rank that is done
 
@@ -104,14 +105,21 @@ class Watch:
             now = time.monotonic()
             if beat != heard:
                 heard, since = beat, now
-            elif heard != _OVER and now - since > _SILENCE:
-                self._publish(self._silence([other]))
+            elif heard != _OVER and now - since > (_SILENCE if heard else _ARRIVAL):
+                self._publish(self._silence([other]) if heard else self._absence(other))
 
     def _silence(self, ranks: list[int]) -> str:
         return (
             f"Ranks: expected all {self._count} to be there, got nothing any more from "
             f"{_named(ranks)}, which was killed or has lost its connection. Start again; a "
             "checkpoint is gone on with, on fewer ranks if need be."
+        )
+
+    def _absence(self, rank: int) -> str:
+        return (
+            f"Ranks: expected all {self._count} to come to the same call, got nothing from "
+            f"{_named([rank])} so far. Call it on every rank, or on one within "
+            "deltabars.ranks.alone()."
         )
 
     def _beat(self) -> None:

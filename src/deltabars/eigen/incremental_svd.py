@@ -224,7 +224,7 @@ class _Pass:
             raise CheckpointMismatchError(
                 f"checkpoint: expected the first {self._until} rows of gradients as they were, "
                 "got other ones. Give the data in the same order (no shuffling) with the same "
-                "batch_size, or another folder."
+                "batch_size to as many ranks, or another folder."
             )
 
 
