@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
 import plan as planning  # noqa: E402
 from plan import CORE, H200, Work, plan  # noqa: E402
-from plan_tables import RUNS, lines  # noqa: E402
+from plan_tables import PEAKS, RUNS, lines  # noqa: E402
 
 LARGE = Work(1e8, 1e6, 200, 64)
 # Estimator, P, N, K, R, products, kept; messages and bytes as diagnostics["ranks"] had them.
@@ -58,6 +58,10 @@ class TestModel:
         found = plan(work, machine)
         ratio = (found.total if what == "fit" else found.seconds[what]) / measured
         assert (0.85 if "*" in name else 0.45) < ratio < (1.15 if "*" in name else 1.5)
+
+    @pytest.mark.parametrize(("name", "machine", "work", "measured"), PEAKS)
+    def test_of_measured_peaks(self, name, machine, work, measured):
+        assert 0.65 < plan(work, machine).bytes / measured < 1.15
 
     @pytest.mark.parametrize(
         ("kind", "size", "examples", "rank", "count", "products", "kept", "messages", "sent"),

@@ -19,7 +19,6 @@ _COPIES = 4  # of the weights: the model's, the fit's, the gradient, and one on 
 _SWEEPS = 70  # over a block in memory, a step: to orthonormalise it twice, to scale and to check it
 _DRAWN = 5.5e-9  # seconds for a random number of the start, on a core; every rank draws all
 _SINGLE, _WITH_BLOCKS = 6.5, 11.5  # messages a step
-_CHUNK = 1 << 34  # bytes that rows of some examples take at a time
 _EIGHTHS = {"kept": 3, "basis": 2, "chunk": 2}  # of the memory budget
 
 
@@ -42,6 +41,7 @@ class Machine:
         node: ranks of a node.
         writing: bytes a second to files, a process, with their digests.
         memory: bytes.
+        chunk: bytes that rows of some examples take at a time.
         budget: the part of it that a fit takes as its memory budget.
     """
 
@@ -59,6 +59,7 @@ class Machine:
     node: int
     writing: float
     memory: float
+    chunk: float = 1 << 34
     budget: float = 0.5
 
 
@@ -93,6 +94,7 @@ CORE = Machine(
     node=1 << 30,
     writing=0.18e9,
     memory=4e9,
+    chunk=1 << 28,
 )
 
 
@@ -195,13 +197,16 @@ def plan(work: Work, machine: Machine = H200) -> Plan:
     keeps = by_rows and (work.rows * own <= share["kept"] if work.keeps is None else work.keeps)
     least = work.rank + 2 * work.block
     held = max(least, min(BASIS * work.rank, share["basis"] / own))
-    example = 2 * whole * max(1.0, work.rows / work.examples) if by_rows else 0.0
+    # Rows that one rank keeps alone are computed where they stay.
+    copies = 2 if not keeps else 1 if work.ranks > 1 else 0
+    example = copies * whole * work.rows / work.examples if by_rows else 0.0
+    here = example * work.examples / work.ranks if by_rows else math.inf
     memory = {
         "basis": held * own,
         "kept rows": work.rows * own if keeps else 0.0,
         "blocks": _BLOCKS * work.block * (own if keeps else whole),
         "weights": _COPIES * whole + FLOAT * work.frozen,
-        "chunk": max(example, min(_CHUNK, share["chunk"])),
+        "chunk": max(example, min(machine.chunk, share["chunk"], here)),
     }
     messages, sent = _messages(work, keeps)
     seconds = {**_computing(work, machine, keeps), **_sending(work, machine, keeps)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from plan import CORE, H200, Machine, Plan, Work, duration, plan, size
 
 _RESNET = Work(11_173_962, 50_000, ranks=1, products=588)
@@ -58,6 +60,16 @@ for _place, (_kind, _p, _n, _k, _r, _products, _kept, _seconds) in enumerate(ON_
     _work = Work(_p, _n, _k, _r, _kind, 1.0, products=_products, keeps=_kept)
     RUNS.append((_name + (" *" if _place < 2 else ""), CORE, _work, _seconds, "fit"))
 
+_SMALL = Work(299_050, 64, 40, 1)
+# Peak bytes of a rank.
+PEAKS: list[tuple[str, Machine, Work, float]] = [
+    ("ResNet-18, OPG, K = 200", H200, _RESNET, 32.5e9),
+    ("ViT, OPG, K = 200", H200, _VIT, 27.1e9),
+    ("a CPU, OPG, kept, P = 299,050, N = 64, K = 40, R = 1", CORE, _SMALL, 196e6),
+    ("… R = 2", CORE, replace(_SMALL, ranks=2), 139e6),
+    ("… R = 4", CORE, replace(_SMALL, ranks=4), 80e6),
+]
+
 _WHOLE = 1e9  # parameters of a network of which some are fitted
 _TOKENS = 128
 
@@ -93,6 +105,13 @@ def checked(run: tuple[str, Machine, Work, float, str]) -> str:
     found = plan(work, machine)
     planned = found.total if what == "fit" else found.seconds[what]
     return f"| {name} | {measured:.3g} s | {planned:.3g} s | {planned / measured:.2f} |"
+
+
+def peak(run: tuple[str, Machine, Work, float]) -> str:
+    """A line of the table of measured peaks."""
+    name, machine, work, measured = run
+    found = plan(work, machine).bytes
+    return f"| {name} | {size(measured)} | {size(found)} | {found / measured:.2f} |"
 
 
 def planned(work: Work) -> str:
@@ -133,9 +152,10 @@ def _power(count: float) -> str:
 
 
 def lines() -> list[str]:
-    """All lines of the three tables."""
+    """All lines of the tables."""
     return [
         *map(checked, RUNS),
+        *map(peak, PEAKS),
         *map(planned, PLANS),
         *(instead(name, work) for name, work in INSTEAD),
     ]
