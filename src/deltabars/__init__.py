@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deltabars.prediction import Prediction
     from deltabars.problem import Problem
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "DeltaFit",
