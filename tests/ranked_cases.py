@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
+    default_collate,
 )
 
 import deltabars
@@ -158,6 +160,23 @@ def _some(data: Any, rank: int, count: int) -> DataLoader:
     return DataLoader(TensorDataset(*data), batch_size=4, sampler=sampler)
 
 
+def _others(data: Any, rank: int, count: int) -> DataLoader:
+    """Samplers of the same dataset that are not the same."""
+    sampler = SubsetRandomSampler(range(rank, len(data[0]), count))
+    return DataLoader(TensorDataset(*data), batch_size=4, sampler=sampler)
+
+
+class _Things(_Plain):
+    """Examples that are no tensors, and do not compare."""
+
+    def __getitem__(self, index: int) -> Any:
+        return SimpleNamespace(example=super().__getitem__(index), itself=object())
+
+
+def _joined(things: list[Any]) -> Any:
+    return default_collate([thing.example for thing in things])
+
+
 # The data of one rank, from those of all.
 DATA: dict[str, Callable[[Any, int, int], Any]] = {
     "tensors": lambda data, rank, count: data,
@@ -171,6 +190,8 @@ DATA: dict[str, Callable[[Any, int, int], Any]] = {
         TensorDataset(*data), batch_size=9, drop_last=True
     ),
     "own sampler": _some,
+    "samplers that differ": _others,
+    "things": lambda data, rank, count: DataLoader(_Things(data), batch_size=6, collate_fn=_joined),
     "distributed sampler": _sampled,
     "distributed sampler, in order": partial(_sampled, shuffle=False),
     "shards": lambda data, rank, count: _cut(data, rank, count),

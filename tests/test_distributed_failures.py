@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests import stopping
 from tests.launches import ROOT
@@ -29,6 +30,17 @@ def too_few(rank):
 def empty_shard(rank):
     model, data = subject()
     fit(model, tuple(part[: 0 if rank else None] for part in data))
+
+
+def same_stream(rank):
+    model, (inputs, targets) = subject()
+    fit(model, [(inputs[:40], targets[:40]), (inputs[40:], targets[40:])])
+
+
+def other_sampler(rank):
+    model, data = subject()
+    dataset = TensorDataset(*data)
+    fit(model, DataLoader(dataset, sampler=DistributedSampler(dataset, 2, 0), batch_size=8))
 
 
 def nan(rank):
@@ -95,6 +107,8 @@ def one_rank_only(rank):
 FAILURES = {
     "too few": (too_few, "expected an example for each of 2 ranks, got 1"),
     "empty shard": (empty_shard, "rank 1: Data: expected at least one example, got none"),
+    "same stream": (same_stream, "expected a part of them on each of 2 ranks, got the same 101"),
+    "other sampler": (other_sampler, "rank 1: DistributedSampler: expected that of rank 1 of 2"),
     "nan": (nan, "rank 1: Inputs: expected finite values, got NaN"),
     "other weights": (other_weights, "expected the same weights on every rank"),
     "other options": (other_options, "expected the same options on every rank"),
@@ -120,7 +134,14 @@ def failures(tmp_path_factory):
 def test_every_rank_says_which_one_failed_and_of_what(failures, name):
     outcomes = failures[name]
     expected = FAILURES[name][1]
-    own = {"empty shard": 1, "nan": 1, "raises": 1, "hangs": 1, "one rank only": 1}.get(name)
+    own = {
+        "empty shard": 1,
+        "other sampler": 1,
+        "nan": 1,
+        "raises": 1,
+        "hangs": 1,
+        "one rank only": 1,
+    }.get(name)
     for rank, outcome in enumerate(outcomes):
         assert outcome.seconds < SOON + 10, rank
         if name == "one rank only" and rank == 1:

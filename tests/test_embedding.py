@@ -7,6 +7,8 @@ import torch
 
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import LEAST_RITZ, embed
+from deltabars.ranks import Ranks
+from deltabars.space import Spaces
 from tests.silence import randn
 
 ELSEWHERE = 0.7
@@ -40,7 +42,9 @@ def pairs_of(matrix, rank, smallest=0):
 @pytest.mark.parametrize("rank", [1, 4, 7, 9])
 def test_pairs_are_those_of_the_whole(rank, others, smallest):
     inside, places, whole = assembled(12, others)
-    pairs = embed(pairs_of(inside, rank, smallest), places, 12 + others, ELSEWHERE)
+    pairs = embed(
+        pairs_of(inside, rank, smallest), Spaces.of(12 + others, places, Ranks()), ELSEWHERE
+    )
     exact = torch.linalg.eigvalsh(whole)
     eye = torch.eye(rank, dtype=torch.float64)
     torch.testing.assert_close(pairs.values, exact.flip(0)[:rank], rtol=0, atol=1e-12)
@@ -59,7 +63,7 @@ def test_pairs_are_those_of_the_whole(rank, others, smallest):
 def test_the_least_eigenvalue_may_be_the_one_elsewhere():
     inside, places, _ = assembled(6, 2)
     inside = inside + 9 * torch.eye(6, dtype=torch.float64)
-    pairs = embed(pairs_of(inside, 3, 3), places, 8, ELSEWHERE)
+    pairs = embed(pairs_of(inside, 3, 3), Spaces.of(8, places, Ranks()), ELSEWHERE)
     lowest = float(torch.linalg.eigvalsh(inside)[0])
     assert pairs.least == ELSEWHERE
     assert pairs.smallest.tolist() == pytest.approx([ELSEWHERE, ELSEWHERE, lowest])
@@ -71,6 +75,6 @@ def test_float32_vectors_stay_float32():
     inside, places, _ = assembled(5, 2)
     pairs = pairs_of(inside, 5)
     single = EigenPairs(pairs.values, pairs.vectors.float(), pairs.residuals)
-    result = embed(single, places, 7, ELSEWHERE)
+    result = embed(single, Spaces.of(7, places, Ranks()), ELSEWHERE)
     assert result.vectors.dtype == torch.float32
     assert result.values.dtype == torch.float64

@@ -240,6 +240,10 @@ class TestRounded:
         for asked in (None, "float64"):
             back.save(tmp_path / "b", dtype=asked)
             again = deltabars.load(tmp_path / "b", dense_case.model)
+            in_memory = deltabars.load(tmp_path / "b", dense_case.model, offload=False)
+            in_memory.save(tmp_path / "c")  # as one tensor, with what it has lost
+            kept = deltabars.load(tmp_path / "c", dense_case.model)
+            assert torch.equal(kept.overlap, fit.overlap)
             assert again.spectra["opg"].rounding == back.spectra["opg"].rounding
             assert torch.equal(again.spectra["opg"].vectors, back.spectra["opg"].vectors.whole())
         if dtype == "float32":

@@ -81,6 +81,12 @@ class TrainingData:
             kept = [labelled(self._data).to(device, dtype)]  # the tensors themselves, not a copy
         self._kept = None if kept is None else _join(kept, signature)
         everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature))
+        if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < ranks.count:
+            raise DataError(
+                f"Data: expected a part of them on each of {ranks.count} ranks, got the same "
+                f"{self.num_here} examples on all. Split the stream by rank, or give a Dataset, "
+                "which is split here."
+            )
         self.counts = [count for count, _, _ in everywhere]
         self.num_examples = sum(self.counts)
         self.fingerprint = sum(fingerprint for _, fingerprint, _ in everywhere) % 2**64
@@ -93,7 +99,7 @@ class TrainingData:
 
     def here(self, numbers: Tensor) -> Tensor:
         """Of examples by their numbers among all those that are here, by their numbers here."""
-        if self.source == "split":  # dealt out in turn
+        if self.source in ("split", "sampler"):  # dealt out in turn
             count = len(self.counts)
             return numbers[numbers % count == self._rank] // count
         start = sum(self.counts[: self._rank])

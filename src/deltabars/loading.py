@@ -155,6 +155,8 @@ def _stays(
             raise BadValueError(f"offload: expected None, True or False, got {offload!r}.")
         return offload
     budget = resolve_budget(memory_budget, device)
+    if memory_budget is None and device.type == "cpu":  # which the processes of torchrun share
+        budget //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     needed = sum(
         len(pairs) * pairs.vectors.shape[1] * pairs.vectors.dtype.itemsize
         for pairs in spectra.values()

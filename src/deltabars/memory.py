@@ -54,8 +54,8 @@ def shared_budget(memory_budget: int | None, device: torch.device, ranks: Ranks)
     The least of all ranks, because what one keeps decides for all how far a basis grows.
     """
     budget = resolve_budget(memory_budget, device)
-    places = ranks.gather((platform.node(), str(device), budget))
-    alike = [place for place in places if place[:2] == places[ranks.rank][:2]]
+    places = ranks.gather((platform.node(), _identity(device)))
+    alike = [place for place in places if place == places[ranks.rank]]
     each = budget if memory_budget is not None else budget // len(alike)
     return min(ranks.gather(each))
 
@@ -73,6 +73,13 @@ def read_bytes(given: Any, name: str) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
         raise BadValueError(f"{name}: expected bytes, such as 8GB or 500MiB, got {given!r}.")
     return given
+
+
+def _identity(device: torch.device) -> str:
+    """What tells a device of a machine from others: each process may see its GPU as the first."""
+    if device.type != "cuda":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def free_bytes(device: torch.device) -> int:

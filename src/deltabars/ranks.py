@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltabars.columns import Columns
-from deltabars.errors import DeltaBarsError, RankError, first_line
+from deltabars.errors import BadValueError, DeltaBarsError, RankError, first_line
 from deltabars.watching import Watch
 
 # torch 2.13 has other names for them.
@@ -99,6 +100,7 @@ class _Group(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._watch: Watch | None = None
         self._sessions = 0
+        self._number = next(_NUMBERS)  # a store may outlive its group
         backend = str(dist.get_backend())
         self._has_nccl = "nccl" in backend
         # NCCL alone has no messages between CPUs.
@@ -111,7 +113,7 @@ class _Group(Ranks):
             yield
             return
         self._sessions += 1
-        watch = Watch(self.rank, self.count, self._sessions)
+        watch = Watch(self.rank, self.count, f"{self._number}/{self._sessions}")
         self._watch = watch
         try:
             yield
@@ -157,6 +159,7 @@ class _Group(Ranks):
 
     def all_columns(self, part: Tensor, columns: Columns) -> Tensor:
         rows, widths = part.shape[0], columns.widths
+        self._check_device(part)
         sent = _padded(part, max(widths))
         found = sent.new_empty(self.count * rows, max(widths))
         self._send(_GATHER, found, sent)
@@ -167,12 +170,16 @@ class _Group(Ranks):
         widths = columns.widths
         if not (self._has_nccl and whole.is_cuda):  # Gloo's own is an all-reduce and more
             return self.sum_(whole)[:, columns.own].contiguous()
-        sent = torch.cat([_padded(part, max(widths)) for part in whole.split(widths, dim=1)])
+        sent = whole.new_zeros(self.count, len(whole), max(widths))
+        for place, part in zip(sent, whole.split(widths, dim=1), strict=True):
+            place[:, : part.shape[1]] = part
+        sent = sent.flatten(0, 1)
         found = sent.new_empty(len(whole), max(widths))
         self._send(_SCATTER, found, sent)
         return found[:, : widths[self.rank]].contiguous()
 
     def exchanged(self, rows: Tensor, columns: Columns) -> Tensor:
+        self._check_device(rows)
         counts, widths = self.gather(len(rows)), columns.widths
         sent = torch.cat([part.reshape(-1) for part in rows.split(widths, dim=1)])
         own = widths[self.rank]
@@ -187,6 +194,13 @@ class _Group(Ranks):
             input_split_sizes=given,
         )
         return found.view(sum(counts), own)
+
+    def _check_device(self, tensor: Tensor) -> None:
+        if self._device is not None and not tensor.is_cuda:
+            raise BadValueError(
+                "Process group: expected a backend for the CPU, which the fit computes on, got "
+                "NCCL alone. Use init_process_group('cpu:gloo,cuda:nccl'), or device='cuda'."
+            )
 
     def _tensor(self, value: Any) -> Tensor:
         held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -261,6 +275,7 @@ def alone() -> Iterator[None]:
         _IS_ALONE.reset(token)
 
 
+_NUMBERS = itertools.count(1)
 _GROUPS: dict[int, tuple[Any, _Group]] = {}
 _IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
 

@@ -63,7 +63,8 @@ def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> Non
             replace=True,
         )
         return
-    told = types if any(losses.values()) or any(map(_is_short, types.values())) else None
+    lossy = any(losses.values()) or any(map(_is_short, types.values()))
+    told = types if lossy or any(pairs.rounding for pairs in fit.spectra.values()) else None
     header, tensors = head_of(fit, told, losses)
     size = fit.num_parameters
     for name, pairs in fit.spectra.items():

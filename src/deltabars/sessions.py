@@ -55,7 +55,9 @@ class Session:
         self.memory_budget: int | None = None
         for header in () if snapshots is None else snapshots.headers():
             budget = header.get("memory_budget")
-            self.memory_budget = budget if isinstance(budget, int) and budget > 0 else None
+            same = header.get("ranks", 1) == ranks.count  # of others it would be another share
+            if same and isinstance(budget, int) and budget > 0:
+                self.memory_budget = budget
             break
         self.memory_budget = ranks.agreed(self.memory_budget)
 
@@ -142,6 +144,7 @@ class Session:
             "kind": _KIND,
             "identity": self._identity,
             "memory_budget": self.memory_budget,
+            "ranks": self._ranks.count,
             _FINISHED: {name: part.header for name, part in self._finished.items()},
         }
         tensors: dict[str, Tensor] = {}
@@ -160,7 +163,9 @@ class Session:
             if self._snapshots is not None:
                 self._snapshots.write(header, tensors, rows, last)
         except (StorageError, OSError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, StorageError | OSError) and not ran_out(error):
+            # Memory that runs out amid a message leaves the ranks out of step.
+            alone = self._ranks.count == 1
+            if not isinstance(error, StorageError | OSError) and not (alone and ran_out(error)):
                 raise
             self._warn(error)
         if self._ranks.count > 1:  # the others are waiting for what was not asked for

@@ -215,8 +215,10 @@ class _Shared:
 
 def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
     """Pairs that every rank has computed, with the columns of this rank."""
-    if operator.problem.ranks.count == 1:
+    ranks = operator.problem.ranks
+    if ranks.count == 1:
         return pairs
+    ranks.agree_(pairs.vectors)  # where eigenvalues repeat, unlike machines find others
     return replace(pairs, vectors=pairs.vectors[:, operator.problem.spaces.whole.own].clone())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -72,7 +73,12 @@ def own_part(data: Any, ranks: Ranks) -> Part:
 
 def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
     sampler, dataset = loader.sampler, loader.dataset
-    if isinstance(sampler, DistributedSampler):
+    if type(sampler) is DistributedSampler:
+        if (sampler.num_replicas, sampler.rank) != (ranks.count, ranks.rank):
+            raise DataError(
+                f"DistributedSampler: expected that of rank {ranks.rank} of {ranks.count}, got one "
+                f"of rank {sampler.rank} of {sampler.num_replicas}."
+            )
         same_everywhere(ranks, None)
         count = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.drop_last:
@@ -81,8 +87,6 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
     if not _is_dataset(dataset) or loader.batch_size is None:
         same_everywhere(ranks, None)
         return Part(loader, "own")
-    if not _is_same(dataset, len(dataset), ranks):  # type: ignore[arg-type]
-        return Part(loader, "own")
     indices: Sequence[int] = range(len(dataset))  # type: ignore[arg-type]
     all_of_them = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler)
@@ -90,7 +94,9 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
         and sampler.num_samples == len(indices)
     )
     if not all_of_them:
-        indices = ranks.agreed(list(sampler))
+        indices = sorted(sampler)
+    if not _is_same(dataset, len(dataset), ranks, indices):  # type: ignore[arg-type]
+        return Part(loader, "own")
     if loader.drop_last:
         indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
     return Part(_with(loader, _dealt(indices, ranks)), "split")
@@ -138,12 +144,16 @@ def _is_dataset(data: Any) -> bool:
     )
 
 
-def _is_same(data: Any, count: int, ranks: Ranks) -> bool:
-    """Whether all ranks have the same data, by their number and some of the examples."""
+def _is_same(data: Any, count: int, ranks: Ranks, indices: Sequence[int] = ()) -> bool:
+    """Whether all ranks have the same data, by their number and some of the examples.
+
+    Args:
+        indices: of those that are read, where it is not all of them.
+    """
     places = [k * (count - 1) // max(1, _LOOKED_AT - 1) for k in range(_LOOKED_AT)] if count else []
     fixed = is_fixed(data)
     looked = [cut(data, slice(k, k + 1)) if fixed else data[k] for k in sorted(set(places))]
-    return same_everywhere(ranks, (count, _plain(looked)))
+    return same_everywhere(ranks, (count, indices, _plain(looked)))
 
 
 def _plain(value: Any) -> Any:
@@ -155,4 +165,8 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
-    return value if isinstance(value, str | bytes | int | float) else repr(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(torch.from_numpy(np.atleast_1d(value).copy()))
+    if isinstance(value, str | bytes | int):
+        return value
+    return repr(value) if isinstance(value, float) else type(value).__name__

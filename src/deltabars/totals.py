@@ -38,9 +38,18 @@ class Totals:
     gradient: Tensor
 
     def over(self, ranks: Ranks) -> Totals:
-        """The totals of all ranks."""
+        """The totals of all ranks.
+
+        Raises:
+            DataError: none of the examples counts.
+        """
         parts = ranks.gather((self.loss, self.weight))
         loss, weight = (math.fsum(column) for column in zip(*parts, strict=True))
+        if not weight > 0:
+            raise DataError(
+                "Targets: expected examples that count, got weight 0 for every class in the data. "
+                "Give each class a weight above zero."
+            )
         return Totals(loss, weight, ranks.sum_(self.gradient))
 
 
@@ -85,11 +94,6 @@ def add_up(
         raise ModelError(
             "Gradients: expected finite values, got NaN or infinity. Look for square roots "
             "or logarithms at zero in the model."
-        )
-    if not weight > 0:
-        raise DataError(
-            "Targets: expected examples that count, got weight 0 for every class in the data. "
-            "Give each class a weight above zero."
         )
     return Totals(loss, weight, gradient)
 

@@ -27,7 +27,7 @@ class Watch:
         messages: that this rank has begun to send, for those who ask who is behind.
     """
 
-    def __init__(self, rank: int, count: int, session: int) -> None:
+    def __init__(self, rank: int, count: int, session: str) -> None:
         self.messages = 0
         self._rank, self._count = rank, count
         self._prefix = f"deltabars/{session}"

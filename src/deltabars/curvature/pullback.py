@@ -151,7 +151,8 @@ class Pullback:
                 _add(loose, factors.bias, factors.bias_rows())
             layers.append(factors)
         weights = joined([factors for factors in layers if factors.weight is not None])
-        for name in set(names) - loose.keys() - {factors.weight for factors in weights}:
+        seen = loose.keys() | {factors.weight for factors in weights}
+        for name in [name for name in names if name not in seen]:
             # Not used, or not by what the outputs depend on.
             size = self.network.trained[name].numel()
             loose[name] = outputs.new_zeros(len(outputs), len(back), size)

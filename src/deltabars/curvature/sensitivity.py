@@ -12,9 +12,11 @@ from torch import Tensor
 
 from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, ModelError
 from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood, unit_rows
+from deltabars.ranks import same_everywhere
+from deltabars.sharded import ShardedVectors
 from deltabars.summation import add_inner
 from deltabars.vectors import Basis, columns, ranges
 
@@ -75,6 +77,7 @@ def sensitivities(
     pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
     places = pullback.network.parameters.places
+    _check_in_step(bases, [*(factors.weight for factors in pulled.layers), *pulled.loose])
     sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
     for factors in pulled.layers:
         assert factors.weight is not None
@@ -103,6 +106,18 @@ def cotangents(
     """What the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
     rows = likelihood.natural_jacobian if space == "probability" else unit_rows
     return rows(outputs, None if classes is None else classes(outputs))
+
+
+def _check_in_step(bases: Mapping[str, Basis], names: list[str | None]) -> None:
+    """Refuse ranks that ask for columns of eigenvectors, which they share, in different orders."""
+    for basis in bases.values():
+        if isinstance(basis, ShardedVectors):
+            if not same_everywhere(basis.space.ranks, names):
+                raise ModelError(
+                    "predict: expected a model that uses its parameters in one way, got different "
+                    "ones for the inputs of different ranks. Save the fit, and load it on each."
+                )
+            return
 
 
 def _blocks(place: slice, bases: Mapping[str, Basis]) -> Iterator[slice]:

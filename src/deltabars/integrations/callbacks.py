@@ -21,6 +21,7 @@ from deltabars.integrations.loaders import check_repeats, sequential
 from deltabars.integrations.torchmetrics import ScoreSummary
 from deltabars.network import fingerprint
 from deltabars.prediction import Prediction
+from deltabars.ranks import alone
 
 Choice = str | Callable[[Any], nn.Module] | None
 
@@ -87,7 +88,8 @@ class FitsAtTheEnd:
             return
         data = self._training_data(trainer)
         options = {"progress": trainer.progress_bar_callback is not None, **self._options}
-        self.fit_ = fit(self._chosen(pl_module), data, **options)
+        with alone():  # each process has all of the data, and the fit whole
+            self.fit_ = fit(self._chosen(pl_module), data, **options)
         if self._save_to is not None and trainer.is_global_zero:
             Path(self._save_to).parent.mkdir(parents=True, exist_ok=True)
             self.fit_.save(self._save_to)
