@@ -26,6 +26,7 @@ from deltabars.ranks import current
 from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
 from deltabars.saving import MAX_FILE_SIZE
+from deltabars.sharded import ranks_of
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
 from deltabars.writing import check_parent, write_whole
@@ -86,12 +87,17 @@ class Run:
             "classes": classes,
         }
 
+        ranks = current()
+
         def write(draft: Path) -> None:
-            fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
-            if current().is_first:
+            if ranks.is_first:
+                check_new(folder, overwrite)
+            if ranks.is_first or ranks_of(fit.spectra).count > 1:
+                fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
+            if ranks.is_first:
                 (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
 
-        write_whole_folder(folder, write, current(), replace=overwrite)
+        write_whole_folder(folder, write, ranks, replace=overwrite)
         return cls.open(folder)
 
     @classmethod

@@ -88,7 +88,7 @@ class Projected:
             found = self._ranks.agree_(torch.cat([coordinates, values[None]]))
             values, coordinates = found[-1], found[:-1]
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
-        norms = (self._coupling.T @ last).norm(dim=0)
+        norms = self._ranks.agree_((self._coupling.T @ last).norm(dim=0))
         return Ritz(values.cpu(), coordinates, norms)
 
     def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:
