@@ -235,6 +235,12 @@ def test_debug_shows_the_traceback(workshop, place, capsys):
     assert "values[3]" in error
 
 
+def answers_to_ctrl_c():
+    """In a process to be: whatever runs the tests may have it ignored, or blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def test_ctrl_c_in_the_middle_of_a_fit(workshop, place):
     """A real process, interrupted while it computes eigenpairs that take minutes."""
     Path("net.py").write_text(
@@ -248,6 +254,7 @@ def test_ctrl_c_in_the_middle_of_a_fit(workshop, place):
     process = subprocess.Popen(
         command("fit", *options, "--rank", 3000, "--out", "run"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        preexec_fn=answers_to_ctrl_c,
     )  # fmt: skip
     assert process.stderr is not None
     first = process.stderr.readline()
