@@ -8,17 +8,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import plan as planning
 import pytest
+from plan import CORE, H200, Work, plan
+from plan_tables import PEAKS, RUNS, lines
 
 from deltabars.eigen.basis import default_block_size
 from deltabars.memory import BASIS, CHUNK, KEPT, share
 from deltabars.solving import _USUAL_GROWTH
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))
-import plan as planning  # noqa: E402
-from plan import CORE, H200, Work, plan  # noqa: E402
-from plan_tables import PEAKS, RUNS, lines  # noqa: E402
 
 LARGE = Work(1e8, 1e6, 200, 64)
 # Estimator, P, N, K, R, products, kept; messages and bytes as diagnostics["ranks"] had them.

@@ -7,17 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import audit
+import licences
+import lock
 import pytest
 
 from tests.scans import environment
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import audit  # noqa: E402
-import licences  # noqa: E402
-import lock  # noqa: E402
-
-sys.path.remove(str(ROOT / "tools"))
 
 NO_SOCKETS = """
 import socket, sys

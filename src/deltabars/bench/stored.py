@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,7 @@ def measure_storage(
             part: dict[str, Any] = {}
             result[name] = part
             _, part["save seconds"] = stopwatch(
-                lambda path=path, name=name: fit.save(  # type: ignore[misc]
-                    path, dtype=name, max_file_size=max(1, held // _FILES)
-                ),
+                partial(fit.save, path, dtype=name, max_file_size=max(1, held // _FILES)),
                 bench.device,
             )
             files = [file for file in path.iterdir() if file.suffix == ".safetensors"]
@@ -65,7 +64,8 @@ def measure_storage(
             keep(f"{name} save", (part["save seconds"],))
             for budget, some in ((small, images[:_FEW]), (None, images)):
                 loaded, seconds = stopwatch(
-                    lambda path=path, budget=budget: deltabars.load(  # type: ignore[misc]
+                    partial(
+                        deltabars.load,
                         path,
                         setting.model,
                         device=bench.device,

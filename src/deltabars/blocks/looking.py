@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,7 @@ class Look:
     start: int
     rows: int
     sha256: str
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: Mapping[str, float] = field(default_factory=dict)
 
     def described(self) -> dict[str, object]:
         """The block in JSON."""
@@ -73,10 +73,12 @@ def look_at(folder: Path, start: int, rows: int) -> Look:
 
 def summary(looks: Iterable[Look]) -> dict[str, float | int | None]:
     """What the predictions of all blocks show, as `deltabars predict` says it."""
-    count, sums = 0, Counter[str]()
+    count = 0
+    sums: dict[str, float] = defaultdict(float)
     for look in looks:
         count += look.rows
-        sums.update(look.sums)
+        for name, value in look.sums.items():
+            sums[name] += value
     found: dict[str, float | int | None] = {
         "inputs": count,
         "mean_score": sums["score"] / count,
@@ -90,12 +92,10 @@ def summary(looks: Iterable[Look]) -> dict[str, float | int | None]:
     return found
 
 
-def _sums(columns: dict[str, np.ndarray]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for name in ("score", "score_error"):
-        found[name] = float(columns[name].sum(dtype=np.float64))  # type: ignore[assignment]
+def _sums(columns: dict[str, np.ndarray]) -> dict[str, float]:
+    found = {name: float(columns[name].sum(dtype=np.float64)) for name in ("score", "score_error")}
     if "right" in columns:
         right = columns["right"].astype(bool)
         found["right"] = int(right.sum())
-        found["score_right"] = float(columns["score"][right].sum(dtype=np.float64))  # type: ignore[assignment]
+        found["score_right"] = float(columns["score"][right].sum(dtype=np.float64))
     return found

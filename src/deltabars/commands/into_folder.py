@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deltabars.blocks import predict_to
-from deltabars.commands.lines import sayer
 from deltabars.commands.loading import fit_lines
 from deltabars.commands.options import named_data
-from deltabars.commands.predicting import arguments_for, load_fit, open_run
+from deltabars.commands.predicting import arguments_for, load_all, open_run
 from deltabars.commands.python import Code, call, made, program
 from deltabars.tables import ENDINGS
 
@@ -27,13 +26,7 @@ def is_folder(out: str | None) -> bool:
 
 def predict_into_folder(options: argparse.Namespace) -> None:
     """Predict what is not there yet, and say what was found."""
-    found = open_run(options)
-    data = named_data(options, found.data)
-    fit = load_fit(found, options)
-    source = found.load_data(data)
-    sayer(options.quiet)(
-        f"data: {data.spec}" + (f", {len(source):,} inputs" if len(source) else "")
-    )
+    found, data, source, fit = load_all(options)
     written = predict_to(
         fit,
         source,

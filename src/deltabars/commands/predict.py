@@ -13,7 +13,6 @@ from deltabars.commands.into_folder import (
     show,
 )
 from deltabars.commands.launching import add_launch
-from deltabars.commands.lines import sayer
 from deltabars.commands.loading import prediction_lines
 from deltabars.commands.options import (
     DATA_HELP,
@@ -21,9 +20,8 @@ from deltabars.commands.options import (
     add_data,
     add_output,
     add_run,
-    named_data,
 )
-from deltabars.commands.predicting import arguments_for, load_fit, open_run, predict_and_keep
+from deltabars.commands.predicting import arguments_for, load_all, predict_and_keep
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError
 from deltabars.ranks import current
@@ -85,13 +83,7 @@ def run(options: argparse.Namespace) -> None:
         predict_into_folder(options)
         return
     _check_out(options)
-    found = open_run(options)
-    data = named_data(options, found.data)
-    fit = load_fit(found, options)
-    source = found.load_data(data)
-    sayer(options.quiet)(
-        f"data: {data.spec}" + (f", {len(source):,} inputs" if len(source) else "")
-    )
+    found, data, source, fit = load_all(options)
     asked = arguments_for(options, found)
     out = None if options.out is None else Path(options.out)
     kept, path = predict_and_keep(found, fit, data, source, asked, options, out)

@@ -45,6 +45,17 @@ def load_fit(found: Run, options: argparse.Namespace) -> DeltaFit:
     return found.load_fit(device=device, offload=options.offload, progress=not options.quiet)
 
 
+def load_all(options: argparse.Namespace) -> tuple[Run, NamedData, Source, DeltaFit]:
+    """A RUN, the data that a command is about (its own, if none were named), and its fit."""
+    found = open_run(options)
+    data = named_data(options, found.data)
+    fit = load_fit(found, options)
+    source = found.load_data(data)
+    count = f", {len(source):,} inputs" if len(source) else ""
+    sayer(options.quiet)(f"data: {data.spec}{count}")
+    return found, data, source, fit
+
+
 def arguments_for(options: argparse.Namespace, found: Run) -> dict[str, Any]:
     """The arguments of `predict`: a few classes where there are many and none was asked for."""
     asked = asked_of(options)
