@@ -24,11 +24,11 @@ def brought_together(rows: Rows, known: int, ranks: Ranks) -> Rows:
     return Rows(rows.epoch, _gathered(rows, known, rows.columns, ranks), known)
 
 
-def dealt_out(blocks: Iterable[Tensor], columns: Columns | None, ranks: Ranks) -> Iterable[Tensor]:
+def dealt_out(blocks: Iterable[Tensor], columns: Columns, ranks: Ranks) -> Iterable[Tensor]:
     """Blocks of whole rows that the first rank has, of which each rank gets its own columns."""
     if ranks.count == 1:
         return blocks
-    return _dealt(blocks, slice(None) if columns is None else columns.own, ranks)
+    return _dealt(blocks, columns.own, ranks)
 
 
 def _gathered(rows: Rows, known: int, columns: Columns, ranks: Ranks) -> Iterator[Tensor]:

@@ -63,10 +63,6 @@ class Ranks:
         """The sum of a tensor over all ranks, in place."""
         return tensor
 
-    def any_(self, tensor: Tensor) -> Tensor:
-        """Where a mask is set on any rank, in place."""
-        return tensor
-
     def agree_(self, tensor: Tensor) -> Tensor:
         """A tensor as the first rank has it, in place."""
         return tensor
@@ -132,10 +128,6 @@ class _Group(Ranks):
 
     def sum_(self, tensor: Tensor) -> Tensor:
         return self._sent(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
-
-    def any_(self, tensor: Tensor) -> Tensor:
-        found = self._sent(dist.all_reduce, tensor.byte(), op=dist.ReduceOp.MAX)
-        return tensor.copy_(found.bool())
 
     def agree_(self, tensor: Tensor) -> Tensor:
         return self._sent(dist.broadcast, tensor, src=0)
