@@ -19,9 +19,11 @@ from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
 STEPS = 20
+FEW = {"train_images": 120, "test_images": 100}
 # A small run made smaller: the training does not converge, and no number means anything.
+SMALLER = ("--small", "--train-images", FEW["train_images"], "--test-images", FEW["test_images"])
 QUICK = (
-    "--small", "--steps", STEPS, "--rank", 5,
+    *SMALLER, "--steps", STEPS, "--rank", 5,
     "--initialisations", 2, "--hessians", 2, "--hessian-rank", 2, "--samples", 4,
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 
 from deltabars.recipes.paper import PaperNetwork, paper_network
 from deltabars.reproduction.published import PUBLISHED
-from tests.scans import QUICK, STEPS, Run, command, deltabars, environment, only_line, run
+from tests.scans import QUICK, SMALLER, STEPS, Run, command, deltabars, environment, only_line, run
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -137,7 +137,7 @@ def from_weights(quick_run, out):
     """The arguments of a run from trained weights, with nothing else beside it."""
     return (
         "reproduce", "mnist", "--data", quick_run.data, "--out", out,
-        "--weights", quick_run.out / "stages" / "weights.npz", "--small", "--rank", 2,
+        "--weights", quick_run.out / "stages" / "weights.npz", *SMALLER, "--rank", 2,
         "--initialisations", 1, "--bootstrap", 0, "--samples", 0,
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ class TestWeights:
         _, folder = given
         other = {name: value.numpy() for name, value in paper_network(3).state_dict().items()}
         np.savez(folder / "other.npz", **other)
-        where = ("--data", quick_run.data, "--out", folder / "out", "--small", "--rank", 2)
+        where = ("--data", quick_run.data, "--out", folder / "out", *SMALLER, "--rank", 2)
         assert run("mnist", *where, "--weights", folder / "other.npz") == 1
         assert "which holds a run with weights" in only_line(capsys)
 
@@ -220,15 +220,23 @@ def test_a_killed_run_goes_on_and_ends_the_same(quick_run, given, tmp_path):
 
 
 def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
-    """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero."""
+    """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero; no
+    line can be laid through them.
+    """
     weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
     np.savez(tmp_path / "untrained.npz", **weights)
     done = deltabars(
-        "reproduce", "mnist", "--data", scans, "--small", "--out", tmp_path / "out", "--rank", 2,
+        "reproduce", "mnist", "--data", scans, *SMALLER, "--out", tmp_path / "out", "--rank", 2,
         "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
         "--samples", 0, "--quiet",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for scores in Run(scans, tmp_path / "out", done).results["scores"]["test"].values():
+    results = Run(scans, tmp_path / "out", done).results
+    for scores in results["scores"]["test"].values():
         assert scores["true_positives"] == 0
         assert scores["mean_relative_error"] > 0  # of those that have a score
+    for scores in results["scores"]["train"].values():
+        assert scores["mean_relative_error"] is None
+    for line in results["regressions"]["train"].values():
+        assert line == {"r2": None, "intercept": None, "slope": None}
+    assert "train: hessian → opg, r2                     –     0.997           –" in done.stdout

@@ -17,7 +17,7 @@ from deltabars.recipes.training import train
 from deltabars.reproduction.experiment import Experiment, Options
 from deltabars.reproduction.settings import small_size
 from deltabars.reproduction.summary import _line
-from tests.scans import STEPS
+from tests.scans import FEW, STEPS
 
 L2 = 0.01
 RANK = 5
@@ -28,7 +28,10 @@ PARTS = ("train", "test")
 
 @pytest.fixture(scope="module")
 def data(quick_run):
-    return {part: read_mnist(quick_run.data, part) for part in PARTS}
+    read = {part: read_mnist(quick_run.data, part) for part in PARTS}
+    return {
+        part: [each[: FEW[f"{part}_images"]] for each in arrays] for part, arrays in read.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,7 @@ class TestTraining:
         gradients = torch.autograd.grad(cost, weights)
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         found = quick_run.results["training"]
-        # float32 losses and gradients of a thousand images, against float64.
+        # float32 losses and gradients of some images, against float64.
         assert found["cost"] == pytest.approx(float(cost.detach()), rel=1e-5)
         assert found["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -192,7 +195,8 @@ class TestEnsembles:
         """Two networks, each on as many images, drawn with replacement."""
         arrays = quick_run.stage(f"bootstrap-2-{initial}")
         images, labels = data["train"]
-        rows = torch.randint(600, (2, 600), generator=torch.Generator().manual_seed(0))
+        many = len(images)
+        rows = torch.randint(many, (2, many), generator=torch.Generator().manual_seed(0))
         start = [paper_network(seed) for seed in ((0, 0) if initial == "fixed" else (0, 1))]
         for each in start:
             for parameter in each.parameters():
@@ -241,6 +245,7 @@ class TestEnsembles:
     def test_a_falling_line_has_a_negative_correlation(self, quick_run):
         size = dataclasses.replace(
             small_size(MNIST),
+            **FEW,
             steps=STEPS,
             rank=RANK,
             initialisations=2,
@@ -288,7 +293,11 @@ def test_surfaces(quick_run):
     own = quick_run.stage("predictions-test")
     grid, p = arrays["grid"], own["mean"].astype(np.float64).ravel()
     std = own["opg_std"].astype(np.float64).ravel()
-    roots = np.exp(-0.25 * ((grid[:, None] - p) / 0.03) ** 2)  # of the weights: polyfit's own kind
-    exact = [np.polyfit(p - t, std, 1, w=root)[1] for t, root in zip(grid, roots, strict=True)]
-    np.testing.assert_allclose(arrays["std"][-1], exact, rtol=1e-4)  # float32 stds
-    assert (arrays["error"] > 0).all()
+    some = (np.abs(grid[:, None] - p) <= 0.03).sum(1) >= 3
+    assert some.sum() > 40
+    assert (np.isnan(arrays["std"]) == ~some).all()
+    roots = np.exp(-0.25 * ((grid[some, None] - p) / 0.03) ** 2)  # of the weights, as polyfit asks
+    near = zip(grid[some], roots, strict=True)
+    exact = [np.polyfit(p - t, std, 1, w=root)[1] for t, root in near]
+    np.testing.assert_allclose(arrays["std"][-1, some], exact, rtol=1e-4)  # float32 stds
+    assert (arrays["error"][:, some] > 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,10 @@ from deltabars.errors import BadValueError
 
 @dataclass(frozen=True)
 class Regression:
-    """A least-squares line y ≈ intercept + slope·x, and the share of variance it explains."""
+    """A least-squares line y ≈ intercept + slope·x, and the share of variance it explains.
+
+    All three are NaN where no line is told by the numbers: all x, or all y, are the same.
+    """
 
     r2: float
     intercept: float
@@ -24,7 +28,7 @@ def regression(x: Tensor, y: Tensor) -> Regression:
     x, y = x.double().flatten(), y.double().flatten()
     dx, dy = x - x.mean(), y - y.mean()
     if not bool(dx.any()) or not bool(dy.any()):
-        raise BadValueError("regression: expected numbers that vary, got all the same.")
+        return Regression(math.nan, math.nan, math.nan)
     slope = float((dx @ dy) / (dx @ dx))
     r2 = float((dx @ dy) ** 2 / ((dx @ dx) * (dy @ dy)))
     return Regression(r2, float(y.mean()) - slope * float(x.mean()), slope)

@@ -31,6 +31,8 @@ examples:
   deltabars reproduce cifar10 --data cifar-10-batches-bin/ --bootstrap 16
 """
 _COUNTS = {
+    "train-images": "the first so many training images",
+    "test-images": "likewise of the test images",
     "rank": "K, the number of eigenpairs",
     "steps": "training steps",
     "initialisations": "networks in the spread of the spectra, the main one included",
@@ -39,8 +41,7 @@ _COUNTS = {
     "bootstrap": "bootstrap replicates, with fixed and as many with varying initial weights",
     "samples": "networks drawn by the sampler",
 }
-_AT_LEAST_ONE = ("rank", "steps", "initialisations", "hessians", "hessian-rank")
-_NOT_ONE = ("bootstrap", "samples")
+_NONE_OR_SEVERAL = ("bootstrap", "samples")
 _SEEDS = 2**31
 _RANKS = ("rank", "hessian-rank")
 
@@ -145,10 +146,10 @@ def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
         value = getattr(options, key)
         if value is None:
             continue
-        least = 1 if name in _AT_LEAST_ONE else 0
+        least = 0 if name in _NONE_OR_SEVERAL else 1
         if value < least:
             raise BadValueError(f"--{name}: expected a whole number from {least} on, got {value}.")
-        if name in _NOT_ONE and value == 1:
+        if name in _NONE_OR_SEVERAL and value == 1:
             raise BadValueError(
                 f"--{name}: expected 0 or a whole number from 2 on, got 1, which has no std."
             )

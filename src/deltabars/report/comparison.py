@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ _CELLS = 50  # across a panel
 
 @dataclass(frozen=True)
 class Comparison:
-    """n pairs of numbers, and the line y ≈ intercept + slope·x through them."""
+    """n pairs of numbers, and the line y ≈ intercept + slope·x through them; NaN is no line."""
 
     title: str
     x: Tensor  # (n,)
@@ -100,14 +101,8 @@ def _draw_panel(axes: Axes, panel: Comparison) -> PolyCollection:
         rasterized=True,
     )
     axes.axline((0, 0), slope=1, color=REFERENCE, linestyle=":", linewidth=0.9, label="identity")
-    at_zero = (0, panel.intercept)
-    axes.axline(at_zero, slope=panel.slope, color=REGRESSION, linewidth=1.2, label="regression")
-    intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
-    numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
-    numbers = numbers.replace("-", "−")
-    # The corner that the points stay away from.
-    across, up, align = (0.97, 0.04, "right") if panel.slope > 0.5 else (0.05, 0.76, "left")
-    axes.text(across, up, numbers, transform=axes.transAxes, ha=align, fontsize=7)
+    if not math.isnan(panel.slope):
+        _draw_line(axes, panel)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
     axes.set_aspect("equal")
@@ -117,3 +112,14 @@ def _draw_panel(axes: Axes, panel: Comparison) -> PolyCollection:
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     return cells
+
+
+def _draw_line(axes: Axes, panel: Comparison) -> None:
+    at_zero = (0, panel.intercept)
+    axes.axline(at_zero, slope=panel.slope, color=REGRESSION, linewidth=1.2, label="regression")
+    intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
+    numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
+    numbers = numbers.replace("-", "−")
+    # The corner that the points stay away from.
+    across, up, align = (0.97, 0.04, "right") if panel.slope > 0.5 else (0.05, 0.76, "left")
+    axes.text(across, up, numbers, transform=axes.transAxes, ha=align, fontsize=7)

@@ -69,6 +69,8 @@ def _rows(published: Published, results: Mapping[str, Any]) -> Iterator[str]:
                 yield _row(f"{part}: {x} → {y}, {key}", ours[key], value)
 
 
-def _row(title: str, ours: float, paper: float) -> str:
+def _row(title: str, ours: float | None, paper: float) -> str:
+    if ours is None:
+        return f"{title:<38}{'–':>8}{paper:>10.3f}{'–':>12}"
     ours, difference = round(ours, 4) + 0.0, round(ours - paper, 4) + 0.0  # not −0.0000
-    return f"{title:<38}{ours:>8.4f}{paper:>10.3f}{difference:>+12.4f}"
+    return f"{title:<38}{ours:>8.4f}{paper:>10.3f} {difference:>+11.4f}"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltabars.metrics import regression
+from deltabars.metrics import Regression, regression
 from deltabars.recipes.paper import BATCH, L2
 from deltabars.reproduction.curves import foreign
 from deltabars.reproduction.ensembles import INITIAL_WEIGHTS, bootstrap, sampled
@@ -128,10 +128,11 @@ def _against_all(experiment: Experiment, arrays: Arrays) -> dict[str, Any]:
     return {"against": lines, **_of_ensemble(arrays)}
 
 
-def _line(experiment: Experiment, arrays: Arrays, estimator: str) -> dict[str, float]:
+def _line(experiment: Experiment, arrays: Arrays, estimator: str) -> dict[str, float | None]:
     own = experiment.predictions("test")[f"{estimator}_std"]
     line = regression(torch.from_numpy(own), torch.from_numpy(arrays["std"]))
-    return {"correlation": math.copysign(math.sqrt(line.r2), line.slope), **asdict(line)}
+    correlation = math.copysign(math.sqrt(line.r2), line.slope)
+    return {"correlation": _known(correlation), **_of_line(line)}
 
 
 def _of_ensemble(arrays: Arrays) -> dict[str, float]:
@@ -142,9 +143,18 @@ def _of_ensemble(arrays: Arrays) -> dict[str, float]:
     }
 
 
-def _regressions(predictions: Arrays) -> dict[str, dict[str, float]]:
+def _of_line(line: Regression) -> dict[str, float | None]:
+    return {name: _known(value) for name, value in asdict(line).items()}
+
+
+def _known(value: float) -> float | None:
+    """None for a number that there is not: JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
+def _regressions(predictions: Arrays) -> dict[str, dict[str, float | None]]:
     std = {name: torch.from_numpy(predictions[f"{name}_std"]) for name in ESTIMATORS}
-    return {f"{x}_{y}": asdict(regression(std[x], std[y])) for x, y in PAIRS}
+    return {f"{x}_{y}": _of_line(regression(std[x], std[y])) for x, y in PAIRS}
 
 
 def _scores(experiment: Experiment, part: str, estimator: str) -> dict[str, float | None]:
