@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,18 @@ def make_targets(likelihood: str, count: int, generator: torch.Generator) -> Ten
 
 
 def make_case(kind="dense", count=29, l2=0.05, seed=0, likelihood="categorical") -> Case:
-    """A network of that kind at an optimum of mean loss + (l2/2)·‖w‖² (full-batch L-BFGS)."""
+    """A network of that kind at an optimum of mean loss + (l2/2)·‖w‖² (full-batch L-BFGS).
+
+    The training is done once in a process; the network is a new one each time.
+    """
+    model, inputs, targets, unseen = untrained(kind, count, seed, likelihood)
+    model.load_state_dict(_trained(kind, count, l2, seed, likelihood))
+    oracle = Oracle(model.eval(), inputs, targets, l2, likelihood=likelihood)
+    return Case(model, inputs, targets, l2, unseen, oracle)
+
+
+def untrained(kind, count, seed, likelihood) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A new network of that kind, inputs and targets for it, and inputs to predict."""
     build, shape = NETWORKS[kind]
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -96,12 +108,16 @@ def make_case(kind="dense", count=29, l2=0.05, seed=0, likelihood="categorical")
         model = build().double()
     new = {"generator": generator, "dtype": torch.float64}
     inputs, unseen = torch.randn(count, *shape, **new), torch.randn(7, *shape, **new)
-    targets = make_targets(likelihood, count, generator)
+    return model, inputs, make_targets(likelihood, count, generator), unseen
+
+
+@cache
+def _trained(kind, count, l2, seed, likelihood) -> dict[str, Tensor]:
+    model, inputs, targets, _ = untrained(kind, count, seed, likelihood)
     with torch.no_grad():
         model.train()(inputs)  # gives batch-norm its running statistics
     train(model.eval(), inputs, targets, l2, likelihood)
-    oracle = Oracle(model, inputs, targets, l2, likelihood=likelihood)
-    return Case(model, inputs, targets, l2, unseen, oracle)
+    return model.state_dict()
 
 
 def train(model, inputs, targets, l2, likelihood="categorical", steps=400) -> None:

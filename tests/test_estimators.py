@@ -63,7 +63,7 @@ def random_cases():
 
 @pytest.mark.parametrize("setting", list(random_cases()), ids=lambda s: f"{s[0]}-{s[3]}")
 def test_exact_value_lies_in_the_interval_at_every_rank(setting):
-    """7 inputs, 3 classes, two spaces and every rank of each estimator."""
+    """7 inputs, 3 classes, two spaces and each estimator; odd and even ranks by turns of seeds."""
     kind, count, l2, seed = setting
     case = cached_case(kind, count, l2, seed)
     positive = float(torch.linalg.eigvalsh(case.oracle.hessian())[0]) > 0
@@ -77,7 +77,7 @@ def test_exact_value_lies_in_the_interval_at_every_rank(setting):
         exact = {name: case.oracle.std(name, case.unseen, space) for name in estimators}
         # The mean plays no part here.
         options = {"space": space, "estimator": list(estimators), "moderation": None}
-        for rank in range(1, case.oracle.size):
+        for rank in range(1 + seed % 2, case.oracle.size, 2):
             for name, out in fit.predict(case.unseen, rank=rank, **options).items():
                 std, where = exact[name], f"{name}, {space}, rank {rank}"
                 score = std.square().sum(1).sqrt()
