@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests import stopping
-from tests.launches import ROOT
 from tests.ranked import fit, launched, results, subject
 
 SOON = 25.0  # seconds, on a machine that is busy
@@ -245,43 +241,3 @@ class TestKilled:
         first, _ = launch.outcomes()
         assert first.error.startswith("RankError: "), first.error
         assert "got nothing any more from rank 1" in first.error
-
-
-PROGRAM = """\
-import sys, torch
-torch.set_num_threads(1)
-import torch.distributed as dist
-from tests import stopping
-dist.init_process_group("gloo")
-found = stopping.fit(sys.argv[1], estimator="sandwich", rank=10)
-if dist.get_rank() == 0:
-    torch.save(found.spectra["hessian"].values, sys.argv[2])
-dist.destroy_process_group()
-"""
-
-
-def test_under_torchrun(tmp_path):
-    """A program of one's own: its agent names the rank that was killed; the next launch goes on."""
-    program, folder, out = (tmp_path / name for name in ("program.py", "kept", "values.pt"))
-    program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += [str(program), str(folder), str(out)]
-    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    running = subprocess.Popen(
-        command, env=os.environ | paths, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    while not any(folder.glob("state-*")) or stopping._newest(folder) < 8:
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.002)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
-    _, said = running.communicate(timeout=90)
-    assert running.returncode == 1
-    assert re.search(r"rank +: 1 ", said), said
-    began = stopping._newest(folder)
-    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    plain = stopping.fit(tmp_path / "plain", estimator="sandwich", rank=10)
-    assert stopping._newest(folder) - began < stopping._newest(tmp_path / "plain") - 3
-    torch.testing.assert_close(torch.load(out), plain.spectra["hessian"].values, rtol=1e-6, atol=0)

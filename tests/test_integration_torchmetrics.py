@@ -7,8 +7,6 @@ from functools import lru_cache
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from sklearn.metrics import roc_auc_score
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassCalibrationError
@@ -18,6 +16,7 @@ from deltabars.errors import BadValueError
 from deltabars.integrations.torchmetrics import AreaUnderRiskCoverage, ErrorAUROC, ForeignAUROC
 from deltabars.metrics import expected_calibration_error, risk_coverage
 from tests.networks import make_case
+from tests.ranked import results
 
 METRICS = [ErrorAUROC, AreaUnderRiskCoverage, ForeignAUROC]
 SINGLE = 1e-7  # results are float32
@@ -165,23 +164,20 @@ def test_refused():
         ForeignAUROC("entropy").update(real, True)
 
 
-def work(rank, folder):
-    """One of two processes: its share of the inputs, ragged."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    out, targets = torch.load(f"{folder}/data.pt", weights_only=False)
+def share(rank):
+    """What one of two processes finds with its share of the inputs, ragged."""
+    out, targets = predicted()
     mine = slice(0, 15) if rank == 0 else slice(15, 41)
     together = MetricCollection({"error": ErrorAUROC(), "area": AreaUnderRiskCoverage()})
     foreign = ForeignAUROC()
     together.update(out[mine], targets[mine])
     foreign.update(out[mine], targets[mine] == 0)
-    torch.save([*together.compute().values(), foreign.compute()], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return [*together.compute().values(), foreign.compute()]
 
 
 def test_two_processes_make_what_one_does(tmp_path):
-    torch.save(predicted(), tmp_path / "data.pt")
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    predicted()  # by one process, before there are two
+    first, second = results(2, share, tmp_path / "ranks")
     together = MetricCollection({"error": ErrorAUROC(), "area": AreaUnderRiskCoverage()})
     names = list(together.keys())
     answers = {"error": expected(ErrorAUROC()), "area": expected(AreaUnderRiskCoverage())}

@@ -5,22 +5,30 @@ from __future__ import annotations
 import io
 import os
 import pty
-import subprocess
 import sys
 import termios
+import warnings
+from contextlib import suppress
 
 import pytest
+import torch
 
+import deltabars
 from deltabars import progress as module
 from deltabars.progress import Progress
+from tests.stopping import end, start
 
-FIT = """
-import torch, deltabars
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 3)
-data = torch.randn(50, 4), torch.randint(0, 3, (50,))
-deltabars.fit(model, data, l2=1.0, estimator="hessian", rank=4, solver="krylov", progress=SHOW)
-"""
+
+def fit(stderr, progress):
+    """A fit in a process whose stderr is that file."""
+    sys.stderr = os.fdopen(stderr, "w")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    data = torch.randn(50, 4), torch.randint(0, 3, (50,))
+    warnings.simplefilter("ignore")
+    options = {"l2": 1.0, "estimator": "hessian", "rank": 4, "solver": "krylov"}
+    deltabars.fit(model, data, **options, progress=progress)
+    sys.stderr.flush()
 
 
 @pytest.fixture
@@ -61,38 +69,34 @@ def test_off_is_silent(no_wait):
     assert stream.getvalue() == ""
 
 
-def run_on_terminal(program: str) -> str:
-    """What a program writes to stderr when that is a terminal."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stderr=theirs)
+def written(ours: int, theirs: int, progress: bool) -> str:
+    """What a fit writes to stderr when that is one end of these."""
+    process = start(lambda: fit(theirs, progress))
     os.close(theirs)
     seen = b""
-    with open(ours, "rb", buffering=0) as terminal:
-        while True:
-            try:
-                part = terminal.read(65536)
-            except OSError:  # the program has ended, and everything is read
-                break
+    with open(ours, "rb", buffering=0) as stream, suppress(OSError):  # a terminal's at its end
+        while part := stream.read(65536):
             seen += part
-    assert process.wait() == 0
+    assert end(process) == 0
     return seen.decode()
 
 
+def on_terminal(progress: bool) -> str:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    return written(ours, theirs, progress)
+
+
 def test_a_terminal_gets_a_bar_with_products():
-    seen = run_on_terminal(FIT.replace("SHOW", "True"))
+    seen = on_terminal(True)
     assert "Eigenpairs of the hessian" in seen
     assert "products" in seen
     assert "\r" in seen
 
 
 def test_a_terminal_gets_nothing_with_progress_false():
-    assert run_on_terminal(FIT.replace("SHOW", "False")) == ""
+    assert on_terminal(False) == ""
 
 
 def test_a_pipe_gets_no_bar():
-    program = FIT.replace("SHOW", "True")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "\r" not in done.stderr
+    assert "\r" not in written(*os.pipe(), True)

@@ -1,4 +1,4 @@
-"""Three solvers on the paper's MNIST network, with its reference weights and 1,000 images."""
+"""Three solvers on the paper's MNIST network, with its reference weights and 500 images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"the reference data are absent: {DATA}",
 )
 
-COUNT = 1000
+COUNT = 500
 RANK = {"hessian": 6, "opg": 8}
 
 
@@ -42,7 +42,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def problem(model, data):
-    # Gradients of 373 MB are kept within a quarter of the budget; a chunk of 64 stays in cache.
+    # Gradients of 187 MB are kept within a quarter of the budget; a chunk of 64 stays in cache.
     return Problem(model, data, l2=L2, memory_budget=4 << 30, chunk_size=64)
 
 
@@ -106,7 +106,7 @@ def test_reference_weights_classify_unseen_digits(model):
     images, labels = read_part("test")
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).double().mean()
-    assert accuracy > 0.96  # 0.981 on all 10,000; 1,000 of them vary by 0.4 %
+    assert accuracy > 0.96  # 0.981 on all 10,000; 500 of them vary by 0.6 %
 
 
 def test_training_cost(model, data, problem):

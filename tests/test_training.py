@@ -12,8 +12,8 @@ from deltabars.recipes.stack import Stack
 from deltabars.recipes.training import train
 
 COUNT = 130  # not a multiple of 100: the second batch holds 30 images and the first 70 again
-STEPS = 6
-SCHEDULE = ((0, 1e-3), (3, 2e-4))
+STEPS = 4
+SCHEDULE = ((0, 1e-3), (2, 2e-4))
 
 
 def make_data(recipe=MNIST, count=COUNT):

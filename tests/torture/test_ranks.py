@@ -1,19 +1,38 @@
-"""Fits of one to four ranks, one of which is killed at a random moment, until the time is up."""
+"""Fits of one to four ranks: all kinds, their memory, and one rank killed at a random moment."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests import stopping
+from tests.launches import ROOT
 from tests.ranked import launched, results
 from tests.ranked_cases import CASES, DATA
 from tests.test_distributed import check_same, check_same_data, work
 from tests.test_distributed_failures import WAYS, work_with
+from tests.test_distributed_results import memory_of
+
+PROGRAM = """\
+import sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from tests import stopping
+dist.init_process_group("gloo")
+found = stopping.fit(sys.argv[1], estimator="sandwich", rank=10)
+if dist.get_rank() == 0:
+    torch.save(found.spectra["hessian"].values, sys.argv[2])
+dist.destroy_process_group()
+"""
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -29,6 +48,33 @@ def test_everything_on_ranks(tmp_path, count):
         print(f", predictions {bars:.1e}")
     for kind in DATA:
         check_same_data(kind, [kinds[kind] for _, kinds in found])
+
+
+def test_under_torchrun(tmp_path):
+    """A program of one's own: its agent names the rank that was killed; the next launch goes on."""
+    program, folder, out = (tmp_path / name for name in ("program.py", "kept", "values.pt"))
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(program), str(folder), str(out)]
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    running = subprocess.Popen(
+        command, env=os.environ | paths, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    while not any(folder.glob("state-*")) or stopping._newest(folder) < 8:
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.002)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    _, said = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert re.search(r"rank +: 1 ", said), said
+    began = stopping._newest(folder)
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plain = stopping.fit(tmp_path / "plain", estimator="sandwich", rank=10)
+    assert stopping._newest(folder) - began < stopping._newest(tmp_path / "plain") - 3
+    torch.testing.assert_close(torch.load(out), plain.spectra["hessian"].values, rtol=1e-6, atol=0)
 
 
 def test_killed_at_any_moment(tmp_path, seconds_left, first_seed):
@@ -69,3 +115,13 @@ def test_killed_at_any_moment(tmp_path, seconds_left, first_seed):
         assert worst < 1e-6
         fits += 1
     print(f"{fits} fits, {kills} kills, worst relative error of an eigenvalue {worst:.1e}")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_memory_falls_with_the_ranks(tmp_path):
+    found = memory_of((1, 2, 4), tmp_path)
+    most = {count: (round(peak / 1e6), kept / 1e6) for count, (peak, kept) in found.items()}
+    print(f"\nmegabytes of a rank, at the most and of eigenvectors: {most}")
+    peaks = [peak for peak, _ in found.values()]
+    assert peaks[2] < 0.65 * peaks[0]
+    assert found[4][1] <= found[1][1] / 4 + 40 * 4
