@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -64,7 +65,6 @@ LONGEST = (
     "test_reproduction_numbers",
     "test_reproduction_refused",
     "test_docs",
-    "test_reproduction_small",
     "test_distributed",
     "test_distributed_failures",
     "test_checkpoints",
@@ -93,6 +93,13 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """Many tests collect garbage, or fork: all that is imported by now is left out of that."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

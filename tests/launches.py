@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pyarrow.dataset
@@ -67,22 +67,29 @@ def launch(count: int, arguments: list[object], said: Path, **environment: str) 
 
     What each says goes to `said`, with its rank at the end of the name.
     """
+    return launch_all(count, lambda _: main([str(each) for each in arguments]), said, environment)
+
+
+def launch_all(
+    count: int, work: Callable[[int], int], said: Path, environment: Mapping[str, str]
+) -> list[int]:
+    """The same of anything that returns an exit status: `work(rank)`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def work(rank: int) -> None:
+    def one(rank: int) -> None:
         os.environ.update(
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
         )  # fmt: skip
         watching._SILENCE = 4.0  # half a minute is long for a test
         with open(f"{said}.{rank}", "w", buffering=1) as file:
             os.dup2(file.fileno(), 2)  # torch's own library writes there too
             sys.stdout = sys.stderr = file
-            os._exit(main([str(argument) for argument in arguments]))
+            os._exit(work(rank))
 
-    return [start(lambda rank=rank: work(rank)) for rank in range(count)]
+    return [start(lambda rank=rank: one(rank)) for rank in range(count)]
 
 
 def ended(pids: list[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -61,7 +62,8 @@ def block(*colours, title="lowest"):
 
 def comparison(slope=1.2):
     x = random(500)
-    return Comparison("a", x, slope * x + 0.01, slope, 0.01, 0.987, "std, Hessian", "std, OPG")
+    y = x * (0 if math.isnan(slope) else slope) + 0.01
+    return Comparison("a", x, y, slope, 0.01, 0.987, "std, Hessian", "std, OPG")
 
 
 def tuning():
@@ -254,6 +256,11 @@ class TestComparison:
         assert drawn["regression"].get_xy1() == (0, 0.01)
         assert axes.texts[0].get_text() == "R² = 0.987\nslope = 1.200\nintercept = 0.0100"
         assert axes.get_xlim() == axes.get_ylim()
+
+    def test_numbers_that_no_line_can_be_laid_through(self):
+        (axes,) = draw_comparisons([comparison(math.nan)]).axes[:1]
+        assert set(lines(axes)) == {"identity"}
+        assert list(axes.texts) == []
 
     def test_one_scale_of_colours(self):
         figure = draw_comparisons([comparison(), replace(comparison(), x=torch.full((500,), 0.5))])

@@ -1,51 +1,49 @@
-"""The Lightning callback on two real processes."""
+"""The Lightning callback on two real processes, as torchrun starts them."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import warnings
 
 import lightning.pytorch as library
 import pytest
 
 import deltabars
-from tests.test_integration_lightning import TRAIN, VALIDATION, by_hand, module_of, named
-
-TWO_PROCESSES = """
-import json, pathlib, sys
-import lightning.pytorch as library
-from tests.test_integration_lightning import L2, TRAIN, VALIDATION, callback_of, loader, module_of
-
-folder = pathlib.Path(sys.argv[1])
-callback = callback_of(library)(l2=L2, rank=20, save_to=folder / "fit.deltabars")
-trainer = library.Trainer(
-    callbacks=[callback], max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+from tests.launches import ended, launch_all
+from tests.test_integration_lightning import (
+    L2,
+    TRAIN,
+    VALIDATION,
+    by_hand,
+    callback_of,
+    loader,
+    module_of,
+    named,
 )
-module = module_of(library)
-trainer.fit(module, loader(TRAIN, shuffle=True), loader(VALIDATION))
-tested = trainer.test(module, loader(VALIDATION), verbose=False)[0]
-found = {"scores": callback.scores_, "tested": tested, "N": callback.fit_.num_examples}
-(folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
-"""
+
+
+def train(rank, folder):
+    """Train, fit and test on one of two processes."""
+    warnings.simplefilter("ignore")
+    callback = callback_of(library)(l2=L2, rank=20, save_to=folder / "fit.deltabars")
+    trainer = library.Trainer(
+        callbacks=[callback], max_epochs=1, accelerator="cpu", devices=2, strategy="ddp",
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    module = module_of(library)
+    trainer.fit(module, loader(TRAIN, shuffle=True), loader(VALIDATION))
+    tested = trainer.test(module, loader(VALIDATION), verbose=False)[0]
+    found = {"scores": callback.scores_, "tested": tested, "N": callback.fit_.num_examples}
+    assert trainer.global_rank == rank
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return 0
 
 
 def test_two_processes_score_what_one_does(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(TWO_PROCESSES)
-    root = Path(__file__).resolve().parents[1]
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    said, elastic = tmp_path / "said", {"TORCHELASTIC_RUN_ID": "one"}
+    processes = launch_all(2, lambda rank: train(rank, tmp_path), said, elastic)
+    assert ended(processes) == [0, 0], (tmp_path / "said.0").read_text()
     module = module_of(library)
     alone = deltabars.load(tmp_path / "fit.deltabars", module)
     numbers = by_hand(alone, VALIDATION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise, permutations
 
 import pytest
@@ -10,7 +11,13 @@ from sklearn.metrics import roc_auc_score
 from torchmetrics.classification import MulticlassCalibrationError
 
 from deltabars.errors import BadValueError
-from deltabars.metrics import auroc, expected_calibration_error, risk_coverage
+from deltabars.metrics import (
+    Regression,
+    auroc,
+    expected_calibration_error,
+    regression,
+    risk_coverage,
+)
 
 
 @pytest.mark.parametrize(("positives", "negatives"), [(1, 1), (40, 25), (7, 60)])
@@ -31,6 +38,14 @@ def test_auroc_of_the_ends_and_of_nothing():
     for wrong in (torch.tensor([]), torch.tensor([1.0, torch.nan])):
         with pytest.raises(BadValueError, match="auroc: expected negatives that are numbers"):
             auroc(numbers, wrong)
+
+
+def test_a_line_that_is_not_there():
+    numbers = torch.tensor([1.0, 2.0, 4.0])
+    assert regression(numbers, 2 * numbers + 1) == Regression(1.0, pytest.approx(1), 2.0)
+    for x, y in ((numbers, torch.ones(3)), (torch.ones(3), numbers)):
+        line = regression(x, y)
+        assert all(math.isnan(value) for value in (line.r2, line.intercept, line.slope))
 
 
 def test_auroc_is_scikit_learns():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from deltabars.cli import main
 from deltabars.recipes.paper import PaperNetwork, paper_network
-from deltabars.reproduction.published import PUBLISHED
-from tests.scans import QUICK, SMALLER, STEPS, Run, command, deltabars, environment, only_line, run
+from deltabars.reproduction.published import PUBLISHED, beside_published
+from tests.scans import QUICK, SMALLER, STEPS, command, deltabars, environment, only_line, run
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -98,21 +99,25 @@ class TestWhatItWrites:
             assert numbers == pytest.approx([ours, paper, ours - paper], abs=6e-5)
         assert str(quick_run.out / "results.json") in quick_run.done.stdout
 
+    def test_a_number_that_there_is_not_is_a_dash(self, quick_run):
+        results = quick_run.results
+        results["regressions"]["train"]["hessian_opg"]["r2"] = None
+        row = "train: hessian → opg, r2                     –     0.997           –"
+        assert row in beside_published("mnist", results).splitlines()
+
 
 class TestAgain:
-    def test_a_second_run_computes_nothing(self, quick_run):
+    def test_a_second_run_computes_nothing(self, quick_run, capsys):
         before = (quick_run.out / "results.json").read_bytes()
-        done = deltabars(
-            "reproduce", "mnist", "--data", quick_run.data, "--out", quick_run.out, *QUICK
-        )
-        assert done.returncode == 0, done.stderr
-        said = [line.removeprefix("… ") for line in done.stderr.splitlines()]
+        assert run("mnist", "--data", quick_run.data, "--out", quick_run.out, *QUICK) == 0
+        printed, told = capsys.readouterr()
+        said = [line.removeprefix("… ") for line in told.splitlines()]
         kept = {line.partition(":")[0] for line in said if line.endswith(": kept from before")}
         # The fit is read where a stage needs it; none does.
         assert kept == set(stages_of(quick_run.out)) - {"fit"}
         assert [line for line in said if "computing" in line] == []
         assert (quick_run.out / "results.json").read_bytes() == before
-        assert done.stdout == quick_run.done.stdout
+        assert printed == quick_run.done.stdout
 
     def test_another_seed_is_refused(self, quick_run, capsys):
         where = ("--data", quick_run.data, "--out", quick_run.out)
@@ -190,7 +195,7 @@ class TestWeights:
         assert "which holds a run with weights" in only_line(capsys)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(quick_run, given, tmp_path):
+def test_a_killed_run_goes_on_and_ends_the_same(quick_run, given, tmp_path, capsys):
     out = tmp_path / "out"
     process = subprocess.Popen(
         command(*from_weights(quick_run, out)), stdout=subprocess.DEVNULL,
@@ -208,35 +213,12 @@ def test_a_killed_run_goes_on_and_ends_the_same(quick_run, given, tmp_path):
     assert process.returncode == -9
     assert not (out / "results.json").exists()
     assert stages_of(out) == ["fit", "spectra", "weights"]
-    done = deltabars(*from_weights(quick_run, out))
-    assert done.returncode == 0, done.stderr
+    assert main([str(argument) for argument in from_weights(quick_run, out)]) == 0
+    _, told = capsys.readouterr()
     for name in ("weights", "spectra"):
-        assert f"{name}: kept from before" in done.stderr
-    assert "predictions-train: computing" in done.stderr
+        assert f"{name}: kept from before" in told
+    assert "predictions-train: computing" in told
     results, folder = given
     found = json.loads((out / "results.json").read_text())
     assert without_times(found) == without_times(results)
     assert stages_of(out) == stages_of(folder / "out")
-
-
-def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
-    """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero; no
-    line can be laid through them.
-    """
-    weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
-    np.savez(tmp_path / "untrained.npz", **weights)
-    done = deltabars(
-        "reproduce", "mnist", "--data", scans, *SMALLER, "--out", tmp_path / "out", "--rank", 2,
-        "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
-        "--samples", 0, "--quiet",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = Run(scans, tmp_path / "out", done).results
-    for scores in results["scores"]["test"].values():
-        assert scores["true_positives"] == 0
-        assert scores["mean_relative_error"] > 0  # of those that have a score
-    for scores in results["scores"]["train"].values():
-        assert scores["mean_relative_error"] is None
-    for line in results["regressions"]["train"].values():
-        assert line == {"r2": None, "intercept": None, "slope": None}
-    assert "train: hessian → opg, r2                     –     0.997           –" in done.stdout

@@ -5,9 +5,11 @@ Further networks, trained by the same code for as long, are left to the quick ru
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tests.scans import Run, deltabars
+from deltabars.recipes.paper import paper_network
+from tests.scans import SMALLER, Run, deltabars
 
 ESTIMATORS = ("hessian", "opg", "sandwich")
 
@@ -75,3 +77,26 @@ def test_close_to_the_weights_the_sampler_agrees_with_the_delta_method(run, esti
     assert found["full_rank_tenth"]["mean_accuracy"] > 0.9
     # The whole scatter, (λN)^-½ = 0.3 of each weight, is far out of where a network is linear.
     assert found["full_rank"]["correlation"] < 0.5
+
+
+def test_a_saturated_network_has_no_scores_but_results(scans, tmp_path):
+    """With weights from N(0, 1) most softmaxes are 0 or 1: no derivative, and a score of zero; no
+    line can be laid through them.
+    """
+    weights = {name: value.numpy() for name, value in paper_network(0).state_dict().items()}
+    np.savez(tmp_path / "untrained.npz", **weights)
+    done = deltabars(
+        "reproduce", "mnist", "--data", scans, *SMALLER, "--out", tmp_path / "out", "--rank", 2,
+        "--weights", tmp_path / "untrained.npz", "--initialisations", 1, "--bootstrap", 0,
+        "--samples", 0, "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = Run(scans, tmp_path / "out", done).results
+    for scores in results["scores"]["test"].values():
+        assert scores["true_positives"] == 0
+        assert scores["mean_relative_error"] > 0  # of those that have a score
+    for scores in results["scores"]["train"].values():
+        assert scores["mean_relative_error"] is None
+    for line in results["regressions"]["train"].values():
+        assert line == {"r2": None, "intercept": None, "slope": None}
+    assert "train: hessian → opg, r2                     –     0.997           –" in done.stdout
