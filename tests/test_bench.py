@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -225,14 +224,14 @@ class TestCommand:
         assert main(["bench", "--only", "hessian1500"]) == 0
         assert "… hessian1500\n" in capsys.readouterr().err
 
-    def test_help(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "deltabars", "bench", "--help"], capture_output=True, text=True
-        )
-        assert done.returncode == 0
-        assert "deltabars bench --json bench.json" in done.stdout
+    def test_help(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["bench", "--help"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert "deltabars bench --json bench.json" in shown
         for work in WORKS:
-            assert work in done.stdout
+            assert work in shown
 
     def test_absent_peers_are_lines(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -115,42 +115,14 @@ FAILURES = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """How both ranks ended, of every failure; all at once, since they mostly wait."""
+@pytest.fixture(scope="module", autouse=True)
+def failing(tmp_path_factory):
+    """Both ranks of every failure, from the start: they mostly wait, while others are killed."""
     folder = tmp_path_factory.mktemp("failures")
     subject()  # is there before they start
-    launches = {
+    return {
         name: launched(2, work, folder / name, timeout=8.0) for name, (work, _) in FAILURES.items()
     }
-    return {name: launch.outcomes(50.0) for name, launch in launches.items()}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_every_rank_says_which_one_failed_and_of_what(failures, name):
-    outcomes = failures[name]
-    expected = FAILURES[name][1]
-    own = {
-        "empty shard": 1,
-        "other sampler": 1,
-        "nan": 1,
-        "raises": 1,
-        "hangs": 1,
-        "one rank only": 1,
-    }.get(name)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.seconds < SOON + 10, rank
-        if name == "one rank only" and rank == 1:
-            assert outcome.error is None
-            continue
-        assert outcome.error is not None, rank
-        if own in (None, rank):  # it has the error itself
-            expected_here = expected.removeprefix("rank 1: ").removeprefix("error on rank 1: ")
-            if name != "hangs":
-                assert re.search(expected_here, outcome.error), outcome.error
-        else:
-            assert outcome.error.startswith("RankError: "), outcome.error
-            assert re.search(expected, outcome.error), outcome.error
 
 
 def work_with(folder, **options):
@@ -241,3 +213,36 @@ class TestKilled:
         first, _ = launch.outcomes()
         assert first.error.startswith("RankError: "), first.error
         assert "got nothing any more from rank 1" in first.error
+
+
+@pytest.fixture(scope="module")
+def failures(failing):
+    """How both ranks ended, of every failure."""
+    return {name: launch.outcomes(50.0) for name, launch in failing.items()}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_rank_says_which_one_failed_and_of_what(failures, name):
+    outcomes = failures[name]
+    expected = FAILURES[name][1]
+    own = {
+        "empty shard": 1,
+        "other sampler": 1,
+        "nan": 1,
+        "raises": 1,
+        "hangs": 1,
+        "one rank only": 1,
+    }.get(name)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.seconds < SOON + 10, rank
+        if name == "one rank only" and rank == 1:
+            assert outcome.error is None
+            continue
+        assert outcome.error is not None, rank
+        if own in (None, rank):  # it has the error itself
+            expected_here = expected.removeprefix("rank 1: ").removeprefix("error on rank 1: ")
+            if name != "hangs":
+                assert re.search(expected_here, outcome.error), outcome.error
+        else:
+            assert outcome.error.startswith("RankError: "), outcome.error
+            assert re.search(expected, outcome.error), outcome.error
