@@ -36,6 +36,7 @@ from deltabars.recipes.images import read_cifar10, read_idx
 from deltabars.runs import Run
 from deltabars.sources import NamedData, NamedModel
 from deltabars.sources.models import read_weights
+from deltabars.sources.pictures import Preparation
 from deltabars.writing import write_text
 from tests.hostile import Tried, every_truncation, in_child, mutated, subjects, try_all
 from tests.networks import dense
@@ -261,6 +262,27 @@ class TestMemory:
         assert path.stat().st_size < MIB
         assert "unpack to" in refused(DataError, NamedData(str(path.parent)).load)
         assert taken(NamedData(str(path.parent)).load).peak < 24 * MIB
+
+    @pytest.mark.parametrize(
+        ("name", "mode", "side"),
+        [
+            ("a.tiff", "1", 3344),
+            ("a.gif", "P", 3344),
+            ("a.png", "RGB", 3344),
+            ("a.webp", "RGB", 2364),
+        ],
+    )
+    def test_pictures_as_large_as_any_file_may_have(self, name, mode, side, tmp_path):
+        """More than a scanned page; Pillow's memory on the way is bounded too."""
+        options = {"compression": "group4"} if mode == "1" else {}
+        for number, path in enumerate((tmp_path / name, tmp_path / f"larger-{name}")):
+            Image.new(mode, (side + 2 * number, side)).save(path, **options)
+            assert path.stat().st_size < MIB // 16
+        read = Preparation().read
+        assert read(tmp_path / name).flags.writeable
+        assert in_child(lambda: (read(tmp_path / name).size > 0, 0, [])).peak < 160 * MIB
+        assert "unpack to" in refused(DataError, lambda: read(path))
+        assert taken(lambda: read(path)).peak < 64 * MIB
 
     def test_a_picture_of_more_pixels_than_it_has(self, tmp_path):
         def chunk(name, data):

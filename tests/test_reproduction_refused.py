@@ -18,6 +18,8 @@ from tests.scans import QUICK, idx_bytes, only_line, run
         (("--rank", 0), "--rank: expected a whole number from 1 on, got 0"),
         (("--rank", 93_323), "--rank: expected at most the 93322 parameters, got 93323"),
         (("--hessian-rank", 93_323), "--hessian-rank: expected at most the 93322 parameters"),
+        (("--train-images", 0), "--train-images: expected a whole number from 1 on, got 0"),
+        (("--test-images", 201), "expected 201 items or more, got 200"),
         (("--steps", 0), "--steps: expected a whole number from 1 on, got 0"),
         (("--samples", -1), "--samples: expected a whole number from 0 on, got -1"),
         (("--samples", 1), "--samples: expected 0 or a whole number from 2 on, got 1"),

@@ -65,13 +65,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def check_unpacked(unpacked: int, packed: int) -> None:
-    """Refuse what would take far more memory than its file has bytes.
+def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
+    """Refuse what would take far more memory than its file has bytes, and more than `always`.
 
     Raises:
         ValueError: it would.
     """
-    if unpacked > max(ALWAYS, MOST_TIMES * packed):
+    if unpacked > max(always, MOST_TIMES * packed):
         raise ValueError(
             f"its {packed:,} bytes would unpack to {unpacked:,}, more than {MOST_TIMES} times "
             "as many"

@@ -17,6 +17,9 @@ from deltabars.reading import check_unpacked, length_of, open_plain
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _KINDS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF")
 _LARGEST = 1 << 14  # of a side to resize to
+# Bytes of pixels that any file may have: a scanned page has 26 million, in some 50,000 of a file.
+# Pillow takes up to five times as much on the way, of WebP ten times.
+_ALWAYS = 32 << 20
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 
 
@@ -67,14 +70,18 @@ class Preparation:
                 warnings.filterwarnings("ignore", "Palette images with Transparency")
                 # Of these kinds alone: Pillow has others that start a program to be read.
                 with open_plain(path) as file, pillow.open(file, formats=_KINDS) as picture:
-                    channels = 1 if self.gray else 3
-                    check_unpacked(picture.width * picture.height * channels, length_of(file))
+                    size = picture.width * picture.height * (1 if self.gray else 3)
+                    most = _ALWAYS // 2 if picture.format == "WEBP" else _ALWAYS
+                    check_unpacked(size, length_of(file), most)
                     if picture.mode not in _EIGHT_BITS:
                         raise DataError(
                             f"--data: expected pictures of eight bits a channel, got {path} of "
                             f"mode {picture.mode}. Convert it."
                         )
-                    return np.array(self._resized(picture.convert("L" if self.gray else "RGB")))
+                    own = self._resized(picture.convert("L" if self.gray else "RGB"))
+                    pixels = np.asarray(own)
+                    del own
+            return pixels.copy()  # one that may be written to; Pillow has let go of its own
         except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
             raise DataError(
                 f"--data: expected pictures of at most {pillow.MAX_IMAGE_PIXELS:,} pixels, got "
