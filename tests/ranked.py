@@ -84,12 +84,19 @@ class Launch:
         return Outcome(result, error, status, seconds)
 
 
-def launched(count: int, work: Callable[[int], Any], folder: Path, timeout: float = 60.0) -> Launch:
+def launched(
+    count: int,
+    work: Callable[[int], Any],
+    folder: Path,
+    timeout: float = 60.0,
+    patience: float | None = None,
+) -> Launch:
     """`work(rank)` on so many ranks, each a process of its own, without an agent over them.
 
     Args:
         folder: a new one, for what they return.
         timeout: seconds that a message may take.
+        patience: seconds that a rank waits for a sign of another one, instead of half a minute.
     """
     folder.mkdir()
     with socket.socket() as free:
@@ -98,7 +105,8 @@ def launched(count: int, work: Callable[[int], Any], folder: Path, timeout: floa
 
     def one(rank: int) -> None:
         began = time.monotonic()
-        watching._SILENCE = watching._ARRIVAL = 4.0  # half a minute is long for a test
+        if patience is not None:
+            watching._SILENCE = watching._ARRIVAL = patience
         said = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(said, 1)
         os.dup2(said, 2)  # torch's own library writes there

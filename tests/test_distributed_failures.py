@@ -17,6 +17,7 @@ from tests import stopping
 from tests.ranked import fit, launched, results, subject
 
 SOON = 25.0  # seconds, on a machine that is busy
+PATIENCE = 4.0
 
 
 def too_few(rank):
@@ -122,7 +123,8 @@ def failing(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     subject()  # is there before they start
     return {
-        name: launched(2, work, folder / name, timeout=8.0) for name, (work, _) in FAILURES.items()
+        name: launched(2, work, folder / name, timeout=8.0, patience=PATIENCE)
+        for name, (work, _) in FAILURES.items()
     }
 
 
@@ -141,7 +143,7 @@ def work_with(folder, **options):
 
 def killed(count, victim, folder, where, states, **options):
     """Kill one rank when so many states have been written; how the others ended, and when."""
-    launch = launched(count, work_with(folder, **options), where)
+    launch = launched(count, work_with(folder, **options), where, patience=PATIENCE)
     while len(list(folder.glob("state-*"))) < 1 or stopping._newest(folder) < states:
         assert os.waitpid(launch.pids[victim], os.WNOHANG)[0] == 0, "It ended before that."
         time.sleep(0.001)
@@ -212,7 +214,8 @@ class TestKilled:
             torch.testing.assert_close(predicted, std, rtol=1e-5, atol=0)
 
     def test_a_rank_that_is_stopped_is_named(self, tmp_path):
-        launch = launched(2, work_with(tmp_path / "kept", **WAYS["sandwich"]), tmp_path / "ranks")
+        work = work_with(tmp_path / "kept", **WAYS["sandwich"])
+        launch = launched(2, work, tmp_path / "ranks", patience=PATIENCE)
         while not any((tmp_path / "kept").glob("state-*")):
             time.sleep(0.001)
         launch.kill(1, signal.SIGSTOP)

@@ -19,7 +19,7 @@ from tests.launches import ROOT
 from tests.ranked import launched, results
 from tests.ranked_cases import CASES, DATA
 from tests.test_distributed import check_same, check_same_data, work
-from tests.test_distributed_failures import WAYS, work_with
+from tests.test_distributed_failures import PATIENCE, WAYS, work_with
 from tests.test_distributed_results import memory_of
 
 PROGRAM = """\
@@ -88,7 +88,7 @@ def test_killed_at_any_moment(tmp_path, seconds_left, first_seed):
             # Rows that come in another order cannot be told from other rows.
             count = fixed if way == "incremental" else chance.randint(1, 4)
             where = tmp_path / f"{fits}-{attempt}"
-            launch = launched(count, work_with(folder, **WAYS[way]), where)
+            launch = launched(count, work_with(folder, **WAYS[way]), where, patience=PATIENCE)
             until = (stopping._newest(folder) if folder.exists() else 0) + chance.randint(0, 25)
             victim = chance.randrange(count)
             while attempt > 5 or stopping._newest(folder) < until:
