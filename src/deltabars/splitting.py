@@ -87,15 +87,16 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
     if not _is_dataset(dataset) or loader.batch_size is None:
         same_everywhere(ranks, None)
         return Part(loader, "own")
-    indices: Sequence[int] = range(len(dataset))  # type: ignore[arg-type]
+    count = len(dataset)  # type: ignore[arg-type]
+    indices: Sequence[int] = range(count)
     all_of_them = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler)
         and not sampler.replacement
-        and sampler.num_samples == len(indices)
+        and sampler.num_samples == count
     )
     if not all_of_them:
         indices = sorted(sampler)
-    if not _is_same(dataset, len(dataset), ranks, indices):  # type: ignore[arg-type]
+    if not _is_same(dataset, count, ranks, indices):
         return Part(loader, "own")
     if loader.drop_last:
         indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
