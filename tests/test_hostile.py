@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import gzip
 import io
+import json
 import os
 import pickle
 import random
+import shutil
 import struct
 import subprocess
+import sys
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -478,3 +483,91 @@ class TestNothingOutside:
         assert main(["predict", str(run.path), "--data", data, "--quiet"]) == 1
         assert "got a link to another" in capsys.readouterr().err
         assert contents(tmp_path / "outside") == set()
+
+
+class TestFilesNameNoCode:
+    """What is imported or called is named by the command line and by run.json, by nothing else."""
+
+    @pytest.fixture
+    def run(self, workshop, tmp_path, monkeypatch):
+        """A RUN with a prediction of `test.npz`, and beside it a module that leaves a trace."""
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "evil.py").write_text("open('executed', 'w')\n\n\ndef make():\n    pass\n")
+        (tmp_path / "run").mkdir()
+        for name in ("fit.deltabars", "run.json"):
+            shutil.copy(workshop.run / name, tmp_path / "run")
+        assert self.command("predict", "--data", workshop.folder / "test.npz") == 0
+        return tmp_path / "run"
+
+    def command(self, name, *options):
+        return main([name, "run", "--quiet", "--device", "cpu", *map(str, options)])
+
+    def altered(self, path, **data):
+        """The arrays of a prediction that says that it is of other data."""
+        with np.load(path) as arrays:
+            found = dict(arrays)
+        about = json.loads(str(found["about"]))
+        about["data"] |= data
+        return {**found, "about": np.array(json.dumps(about))}
+
+    @pytest.mark.filterwarnings("default::deltabars.errors.DataWarning")
+    @pytest.mark.parametrize("spec", ["os:system", "evil:make", "evil.py:make"])
+    @pytest.mark.parametrize("name", ["zz", "test.npz-0123456789ab"])
+    def test_a_file_that_names_a_factory(self, spec, name, run, tmp_path, capsys):
+        (good,) = (run / "predictions").iterdir()
+        command = {"command": "touch executed"} if spec == "os:system" else {}
+        np.savez(
+            run / "predictions" / f"{name}.npz", **self.altered(good, spec=spec, arguments=command)
+        )
+        for asked in (
+            ("rank",), ("rank", "--part", "test"), ("report", "--out", "a.html"),
+            ("rank", "--print-python"), ("report", "--out", "a.html", "--print-python"),
+            ("rank", "--rank", 5),
+        ):  # fmt: skip
+            code = self.command(*asked)
+            said = capsys.readouterr()
+            assert spec not in said.out + said.err, asked
+            # --part is not for .npz files: so it is about these data.
+            assert code == (1 if "--part" in asked else 0), (asked, said.err)
+            if "--part" not in asked and "--print-python" not in asked:
+                assert "run.json does not name them" in said.err, asked
+        assert not (tmp_path / "executed").exists()
+
+    def test_a_file_in_the_place_of_one_that_is_known(self, run, tmp_path, workshop, capsys):
+        (good,) = (run / "predictions").iterdir()
+        np.savez(good, **self.altered(good, spec="evil.py:make"))
+        capsys.readouterr()
+        assert self.command("report", "--out", "a.html") == 0
+        assert "test.npz" in capsys.readouterr().out
+        assert self.command("rank", "--rank", 5, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["data"] == str(workshop.folder / "test.npz")
+        assert not (tmp_path / "executed").exists()
+
+    def test_a_header_that_names_a_module_of_torch(self, workshop, tmp_path):
+        """torch imports some of its modules when it is asked for their names."""
+        fit = workshop.fit()
+        fit.save(tmp_path / "a")
+        header, tensors = storage.read(tmp_path / "a")
+        header["inputs"]["dtypes"] = ["torch.onnx"]
+        storage.write(tmp_path / "a", header, tensors)
+        code = (
+            "import sys, deltabars, torch\n"
+            "sys.modules.pop('torch.onnx', None); vars(torch).pop('onnx', None)\n"
+            f"try: deltabars.load({str(tmp_path / 'a')!r}, torch.nn.Linear(1, 1))\n"
+            "except deltabars.errors.CorruptFileError as error: print(error)\n"
+            "print('torch.onnx' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stderr == ""
+        assert "inputs cannot be so" in done.stdout
+        assert done.stdout.endswith("False\n")
+
+    def test_several_commands_keep_predictions_at_once(self, run, workshop):
+        kept = Run.open(run).latest()
+        names = [workshop.folder / f"{number}.npz" for number in range(12)]
+        with ThreadPoolExecutor(6) as pool:
+            for name in names:
+                one = replace(kept, data=NamedData(str(name)))
+                pool.submit(Run.open(run).keep, one)
+        found = Run.open(run).predicted.values()
+        assert {data.spec for data in found} == {kept.data.spec, *map(str, names)}

@@ -16,6 +16,8 @@ from deltabars.vectors import PartedVectors
 
 _LONGEST_NAME = 200
 _MOST_DIMENSIONS = 25
+# Looked up here, because to ask torch for a name of a file's may import a module.
+_TYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _SCALARS = (str, int, float, type(None))
 
 
@@ -120,8 +122,7 @@ def _is_argument(name: Any) -> bool:
 
 
 def _is_type(name: Any) -> bool:
-    known = isinstance(name, str) and getattr(torch, name.removeprefix("torch."), None)
-    return isinstance(known, torch.dtype)
+    return isinstance(name, str) and name in _TYPES
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltabars.errors import CheckpointInUseError, StorageError
@@ -53,6 +53,25 @@ def locked(
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process is at a folder: for changes that take a moment.
+
+    Where the system has no locks of folders (Windows, some disks of a network), nobody waits.
+    """
+    handle = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+    try:
+        if handle is not None and sys.platform != "win32":
+            import fcntl
+
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _take(handle: int) -> str | None:

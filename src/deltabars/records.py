@@ -1,4 +1,8 @@
-"""Predictions as they are kept in files, with the names and targets of their inputs."""
+"""Predictions as they are kept in files, with the names and targets of their inputs.
+
+Whoever can write such a file decides what it says, so nothing that it says is imported or called.
+What data a prediction is of is a matter of the command line and of run.json.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from deltabars.sources import NamedData
 _TUPLES = ("size", "mean", "std")
 _ONE_AN_INPUT = ("score", "entropy", "mutual_information")
 _OPTIONAL = ("covariance", "label")
+_UNKNOWN = NamedData("data that are not named")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +36,8 @@ class Kept:
         prediction: of all inputs, on the CPU.
         names: of the inputs.
         targets: where they are known.
-        data: how the data are named.
+        data: how the data are named, by the command line or by run.json; a file says it as well,
+            for people who read it.
         about: what the prediction was asked for, and the data's fingerprint.
     """
 
@@ -54,8 +60,8 @@ class Kept:
         return found
 
 
-def read_kept(path: Path) -> Kept:
-    """The prediction that a file holds.
+def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
+    """The prediction that a file holds, of these data.
 
     Raises:
         DataError, CorruptFileError: the file is broken, or holds something else.
@@ -63,7 +69,7 @@ def read_kept(path: Path) -> Kept:
     arrays = read_arrays(path, "Kept predictions (remove the file to compute them again)")
     try:
         about = parse_json(str(arrays["about"]))
-        data = named_data(about.pop("data"))
+        about.pop("data", None)  # a text to read: see above
         values: dict[str, Any] = {
             field.name: torch.from_numpy(arrays[f"prediction.{field.name}"])
             for field in fields(Prediction)

@@ -1,7 +1,7 @@
 """RUN folders: a fit, how its model and data are named, and predictions that were made with it.
 
 RUN/fit.deltabars           the fit, as `DeltaFit.save` writes it: a file, or a folder of several
-RUN/run.json                the model, the data, class names, the fit's manifest
+RUN/run.json                the model, the data, class names, the data of each prediction
 RUN/predictions/NAME.npz    predictions of other data, for `rank` and `report`
 """
 
@@ -10,18 +10,27 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from deltabars.errors import BadValueError, CorruptFileError, StorageError, first_line
+from deltabars.errors import (
+    BadValueError,
+    CorruptFileError,
+    DataWarning,
+    StorageError,
+    first_line,
+    shortened,
+)
 from deltabars.fitted import DeltaFit
 from deltabars.folders import write_whole_folder
 from deltabars.loading import load
+from deltabars.locking import turn
 from deltabars.ranks import current
 from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
@@ -29,7 +38,7 @@ from deltabars.saving import MAX_FILE_SIZE
 from deltabars.sharded import ranks_of
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
-from deltabars.writing import check_parent, write_whole
+from deltabars.writing import check_parent, write_text, write_whole
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _FORMAT = 1
@@ -46,6 +55,8 @@ class Run:
         data: how the training data are named.
         classes: their names, where they are known.
         about: the rest of run.json.
+        predicted: how the data of each kept prediction are named, by the name of its file, the
+            last one last. It is here and not in the files because naming data may run code.
     """
 
     path: Path
@@ -53,6 +64,7 @@ class Run:
     data: NamedData
     classes: tuple[str, ...] | None
     about: Mapping[str, Any]
+    predicted: dict[str, NamedData] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -116,8 +128,11 @@ class Run:
         try:
             content = parse_json(read_start(folder / _DESCRIPTION, _MOST))
             model, data = NamedModel(**content.pop("model")), named_data(content.pop("data"))
+            kept = content.pop(_PREDICTIONS, {})
+            predicted = {name: named_data(raw) for name, raw in kept.items()}
             classes = content.pop("classes")
-            found = cls(folder, model, data, None if classes is None else tuple(classes), content)
+            names = None if classes is None else tuple(classes)
+            found = cls(folder, model, data, names, content, predicted)
             newer = content["format"] > _FORMAT
             outputs = content["outputs"]
             if not isinstance(outputs, int) or outputs < 1:
@@ -174,9 +189,15 @@ class Run:
                 raise StorageError(
                     f"Cannot write {folder}: expected a folder in the RUN, got a link to another."
                 )
+            write_whole(path, lambda draft: np.savez(draft, **arrays))
+            with turn(self.path):  # of several commands that keep predictions at the same time
+                content = parse_json(read_start(self.path / _DESCRIPTION, _MOST))
+                named = content.setdefault(_PREDICTIONS, {})
+                named.pop(path.name, None)
+                named[path.name] = asdict(kept.data.absolute())
+                write_text(self.path / _DESCRIPTION, json.dumps(content, indent=1))
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
-        write_whole(path, lambda draft: np.savez(draft, **arrays))
         return path
 
     def find(self, data: NamedData, about: Mapping[str, Any]) -> Kept | None:
@@ -184,16 +205,26 @@ class Run:
         if about.get("fingerprint") is None:
             return None
         path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, about)}.npz"
-        return read_kept(path) if path.is_file() else None
+        return read_kept(path, data) if path.is_file() else None
 
     def latest(self) -> Kept | None:
-        """The prediction that was kept last; None if there is none."""
-        found = [
-            path
-            for path in (self.path / _PREDICTIONS).glob("*.npz")
-            if not path.name.startswith("draft-")
-        ]
-        return read_kept(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
+        """The prediction that was kept last; None if there is none.
+
+        Files that run.json does not name are left out with a warning: nobody knows of which data
+        they are, but for what they say themselves.
+        """
+        folder, known = self.path / _PREDICTIONS, Run.open(self.path).predicted
+        files = {path.name for path in folder.glob("*.npz") if not path.name.startswith("draft-")}
+        if strange := sorted(files - set(known)):
+            warnings.warn(
+                f"RUN: {len(strange)} of {len(files)} files in {folder} are left out, such as "
+                f"{shortened(strange[0])}: {_DESCRIPTION} does not name them. Predict their data "
+                "again, or remove them.",
+                DataWarning,
+                stacklevel=2,
+            )
+        last = next((name for name in reversed(known) if name in files), None)
+        return None if last is None else read_kept(folder / last, known[last])
 
 
 def check_new(folder: Path, overwrite: bool) -> None:
