@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import cache
 
@@ -13,6 +14,7 @@ from torch import nn
 import deltabars
 from deltabars.errors import BadValueError
 from deltabars.likelihoods import Gaussian
+from deltabars.tuning import Evidence
 from tests.conftest import cached_case
 from tests.networks import make_case, minimise
 
@@ -182,6 +184,76 @@ def test_the_estimate_solves_its_equation(estimator):
     assert fit.effective_parameters == pytest.approx(gamma, abs=1e-6)
     left = residuals.numel() - gamma
     assert fit.noise**2 * left == pytest.approx(float(residuals.square().sum()), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # of other λs
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_another_l2_has_its_own_estimated_noise(estimator, tmp_path):
+    """Its noise, error bars and evidence are those of a fit with that λ; a given noise stays."""
+    case = network()
+    options = {"estimator": estimator, "rank": 9, "progress": False}
+    fit = deltabars.fit(case.model, case.data, l2=0.1, likelihood=nn.MSELoss(), **options)
+    assert fit.l2 == pytest.approx(0.1 * case.targets.shape[1] / 2)
+    fit.save(tmp_path / "fit")
+    tuned = fit.tune_l2()
+    for l2 in (1e-3, 0.02, 3.0, tuned.l2):
+        again = deltabars.fit(case.model, case.data, l2=l2, likelihood=Gaussian(None), **options)
+        assert again.noise != pytest.approx(fit.noise, rel=1e-6)
+        moved = fit.with_l2(l2)
+        for other in (
+            moved,
+            deltabars.load(tmp_path / "fit", case.model).with_l2(l2),
+            fit.with_l2(7.0).with_l2(l2),
+            copy.deepcopy(fit).with_l2(l2),
+            fit.with_noise(3.0).with_noise("estimate").with_l2(l2),
+        ):
+            assert other.noise == pytest.approx(again.noise, rel=1e-10)
+            there, here = (each.predict(case.unseen) for each in (other, again))
+            torch.testing.assert_close(there.std, here.std, rtol=1e-10, atol=0)
+            torch.testing.assert_close(there.total_std, here.total_std, rtol=1e-10, atol=0)
+        level = torch.tensor([l2], dtype=torch.float64)
+        for one, own in zip(
+            Evidence.of(fit).interval(level), Evidence.of(again).interval(level), strict=True
+        ):
+            torch.testing.assert_close(one, own, rtol=1e-10, atol=0)
+    assert tuned.fit.noise == pytest.approx(again.noise, rel=1e-10)
+    for noise in (0.4, fit.noise):
+        assert fit.with_noise(noise).with_l2(3.0).noise == noise
+    assert deltabars.fit(
+        case.model, case.data, l2=0.1, likelihood=Gaussian(0.4), **options
+    ).with_l2(3.0).noise == 0.4  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", ["ggn", "hessian"])
+def test_the_tuned_l2_is_the_best_of_l2_and_noise_together(estimator):
+    """MacKay's two conditions hold at once: λN‖ω̂‖²/σ² = γ and σ² = RSS/(N·C − γ)."""
+    line = Line(3, count=25, size=8, noise=0.8, l2=0.05, outputs=2)
+    tuned = line.fit(estimator, Gaussian(None)).tune_l2()
+    assert not tuned.at_edge
+    best, square = tuned.fit, float(line.weights.square().sum())
+    share = best.effective_parameters
+    assert best.l2 * 25 * square / best.noise**2 == pytest.approx(share, rel=1e-4)
+    residuals = line.targets - line.inputs @ line.weights
+    assert best.noise**2 * (50 - share) == pytest.approx(float(residuals.square().sum()), rel=1e-9)
+
+
+def test_validation_has_the_estimated_noise_of_each_l2():
+    case, other = network(), network(2)
+    fit = deltabars.fit(
+        case.model, case.data, l2=0.1, likelihood=Gaussian(None), estimator="ggn", rank=20,
+        progress=False,
+    )  # fmt: skip
+    found = fit.tune_l2(other.data, method="validation")
+    for index in (0, 30, 60):
+        out = fit.with_l2(float(found.levels[index])).predict(other.inputs)
+        scatter = torch.distributions.Normal(out.mean, out.total_std)
+        loss = -scatter.log_prob(other.targets).sum(1).mean()
+        assert float(found.values[index]) == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_a_noise_is_estimated_or_not():
+    with pytest.raises(BadValueError, match="estimated: expected True or False, got 'yes'"):
+        Gaussian(0.3, estimated="yes")
 
 
 def covered(prediction, mean, noise, generator, level):

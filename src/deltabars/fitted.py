@@ -208,6 +208,7 @@ class DeltaFit(Shown):
         """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
+        A noise σ that was estimated depends on λ and is estimated anew; one that was given stays.
         """
         return with_l2(self, l2)
 

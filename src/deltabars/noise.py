@@ -15,6 +15,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from deltabars.covariance import ESTIMATORS
 from deltabars.eigen import EigenPairs
 from deltabars.errors import BadValueError
@@ -41,7 +44,8 @@ def with_noise(fit: DeltaFit, noise: Any) -> DeltaFit:
             "has none."
         )
     given = check_noise(noise)
-    likelihood = Gaussian(estimate_noise(fit) if given is None else given)
+    found = _estimated(fit) if given is None else given
+    likelihood = replace(fit.likelihood, noise=found, estimated=given is None)
     moved = replace(fit, likelihood=likelihood, _covariances={})
     if "overlap" in fit.__dict__:
         moved.__dict__["overlap"] = fit.overlap  # it depends on the vectors alone
@@ -49,44 +53,75 @@ def with_noise(fit: DeltaFit, noise: Any) -> DeltaFit:
 
 
 def with_settled_noise(fit: DeltaFit) -> DeltaFit:
-    """The fit itself, with its noise estimated where that is what its likelihood asks for."""
-    is_open = isinstance(fit.likelihood, Gaussian) and fit.likelihood.noise is None
+    """The fit itself; with its noise estimated (again) where that is what its likelihood asks for.
+
+    An estimate is one of a λ: a fit that has moved to another one needs another.
+    """
+    likelihood = fit.likelihood
+    is_open = isinstance(likelihood, Gaussian) and (
+        likelihood.noise is None or likelihood.estimated
+    )
     return with_noise(fit, None) if is_open else fit
 
 
-def estimate_noise(fit: DeltaFit) -> float:
-    """σ̂ with σ̂² = RSS/(N·C − γ), γ the effective parameters in the computed pairs.
+def noises_at(fit: DeltaFit, levels: Tensor) -> Tensor:
+    """The σ of a fit at each λ, (n,), float64: the given one, or what it would estimate there.
+
+    It is 1 where there is none.
+    """
+    likelihood = fit.likelihood
+    if isinstance(likelihood, Gaussian) and likelihood.estimated:
+        return _estimates(fit, levels)
+    return torch.full_like(levels, fit.noise or 1.0, dtype=torch.float64)
+
+
+def _estimates(fit: DeltaFit, levels: Tensor) -> Tensor:
+    """σ̂ of a fit at each λ, (n,), float64: σ̂² = RSS/(N·C − γ), γ that of the computed pairs.
 
     γ of G depends on σ: then σ̂ is where both sides agree, which is at one place, as
-    σ²·(N·C − γ(σ)) grows with σ. Of a sandwich fit γ is that of the Hessian.
+    σ²·(N·C − γ(σ)) grows with σ. Of a sandwich fit γ is that of the Hessian. Zero where every
+    target is met exactly; infinite where there are no more targets than effective parameters.
+    """
+    name = ESTIMATORS[fit.estimator][0]
+    found = (fit.spectra[name].values - fit.level).cpu()  # of the data part at noise 1, (K,)
+    levels = levels.double()[:, None]
+    squares = 2 * fit.num_examples * fit.diagnostics["mean_loss"]  # RSS
+
+    def left(noise: Tensor) -> Tensor:
+        data = found / noise[:, None] ** 2 if name == "opg" else found
+        values = data + levels
+        effective = torch.where(values > 0, data / values, 0.0).sum(1)
+        return fit.num_examples * fit.num_outputs - effective
+
+    low = torch.full_like(levels[:, 0], squares / (fit.num_examples * fit.num_outputs)).sqrt()
+    if squares == 0:
+        return low
+    rest = left(low)
+    high = (squares / rest).sqrt()  # γ falls as σ grows: σ̂ is not above this
+    while True:
+        middle = (low + high) / 2
+        is_open = (low < middle) & (middle < high)
+        if not bool(is_open.any()):
+            return torch.where(rest > 0, high, torch.inf)
+        below = middle**2 * left(middle) < squares
+        low = torch.where(is_open & below, middle, low)
+        high = torch.where(is_open & ~below, middle, high)
+
+
+def _estimated(fit: DeltaFit) -> float:
+    """σ̂ at the λ of a fit.
 
     Raises:
         BadValueError: no residuals, or no more targets than effective parameters.
     """
-    name = ESTIMATORS[fit.estimator][0]
-    targets = fit.num_examples * fit.num_outputs
-    squares = 2 * fit.num_examples * fit.diagnostics["mean_loss"]  # RSS
-
-    def left(noise: float) -> float:
-        values = at_noise(name, fit.spectra[name], fit.level, noise).values
-        values = values[values > 0]
-        return targets - float(((values - fit.level) / values).sum())
-
-    low = math.sqrt(squares / targets)
-    if low == 0 or left(low) <= 0:
-        found = (
-            "none: every target is met exactly"
-            if low == 0
-            else f"{targets:,} targets for {targets - left(low):,.0f} effective parameters"
-        )
+    noise = float(_estimates(fit, torch.tensor([fit.level], dtype=torch.float64))[0])
+    if not 0 < noise < math.inf:
+        found = "none: every target is met exactly"
+        if noise:
+            targets = fit.num_examples * fit.num_outputs
+            found = f"{targets:,} targets for as many effective parameters or more"
         raise BadValueError(
             f"noise: expected residuals to estimate it from, got {found}. Give it, for example "
             "with likelihood=deltabars.likelihoods.Gaussian(noise=0.1)."
         )
-    high = math.sqrt(squares / left(low))  # γ falls as σ grows: σ̂ is not above this
-    while low < (middle := (low + high) / 2) < high:
-        if middle**2 * left(middle) < squares:
-            low = middle
-        else:
-            high = middle
-    return high
+    return noise

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from deltabars.covariance import warn_about_spectrum
 from deltabars.decay import L2, Decay
+from deltabars.noise import with_settled_noise
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
 
 
 def with_l2(fit: DeltaFit, l2: L2) -> DeltaFit:
-    """The same fit for another λ. Cost: nothing."""
+    """The same fit for another λ, its noise estimated anew if it was estimated. Cost: nothing."""
     decay = Decay.read(l2, fit.network.parameters, fit.decay.scales or None)
     shift = decay.level - fit.level
     spectra = {name: pairs.shifted(shift) for name, pairs in fit.spectra.items()}
@@ -25,4 +26,4 @@ def with_l2(fit: DeltaFit, l2: L2) -> DeltaFit:
     moved = replace(fit, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={})
     if "overlap" in fit.__dict__:
         moved.__dict__["overlap"] = fit.overlap  # it depends on the vectors alone
-    return moved
+    return with_settled_noise(moved)

@@ -4,7 +4,9 @@ With μᵢ the eigenvalues of the curvature's data part, Laplace's method at ω�
 
     log p(data | λ) ≈ −N·(mean loss + (λ/2)‖ω̂‖²) − ½ Σᵢ log(1 + μᵢ/λ)
 
-(the prior is N(0, (Nλ)⁻¹I), so that ω̂ is its posterior mode). K of the μᵢ are known for every λ
+(the prior is N(0, (Nλ)⁻¹I), so that ω̂ is its posterior mode). Of regression N and the loss are
+over σ², and −½·N·C·log 2πσ² is added, with the σ of each λ where it is estimated: what a fit with
+that λ would have. K of the μᵢ are known for every λ
 from one fit. Of the others it is known that none is above μ_K, and for G and GGN their sum t,
 because the trace is. Since log(1 + μ/λ) is concave in μ, m of them with sum t add between
 
@@ -15,8 +17,9 @@ because the trace is. Since log(1 + μ/λ) is concave in μ, m of them with sum 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +28,7 @@ from torch import Tensor
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import L2, scaled
 from deltabars.errors import BadValueError
+from deltabars.noise import noises_at
 from deltabars.validating import validation_losses
 
 if TYPE_CHECKING:
@@ -85,47 +89,52 @@ class Evidence:
     """The log marginal likelihood of a fit as a function of λ.
 
     Attributes:
-        loss: −log p(data | ω̂).
-        num_examples: N; of regression over σ² (see `deltabars.noise`).
+        loss: N times the mean loss at ω̂: −log p(data | ω̂), of regression at noise 1 and without
+            its constant.
+        num_examples: N.
+        targets: N·C of regression, zero of the others.
         square: ‖ω̂‖², in the coordinates in which λ is one number.
-        eigenvalues: μ₁ ≥ … ≥ μ_K of the data part, (K,).
+        eigenvalues: μ₁ ≥ … ≥ μ_K of the data part at noise 1, (K,).
         others: m, how many parameters there are beside those, that the data reach.
         their_sum: t, of the other eigenvalues; None where it is not known.
         slack: how much too low the eigenvalues can be (see `EigenPairs.slack`).
+        noises: from λs to the σ of each.
+        is_over_noise: whether the eigenvalues are to be divided by σ² (those of G).
     """
 
     loss: float
-    num_examples: float
+    num_examples: int
+    targets: int
     square: float
     eigenvalues: Tensor
     others: int
     their_sum: float | None
-    slack: float = 0.0
+    slack: float
+    noises: Callable[[Tensor], Tensor]
+    is_over_noise: bool
 
     @classmethod
     def of(cls, fit: DeltaFit) -> Evidence:
         """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
         name = ESTIMATORS[fit.estimator][0]
-        pairs = fit.pairs_of(name)
+        pairs = fit.spectra[name]
         eigenvalues = (pairs.values - fit.level).clamp(min=0).cpu()
         point, scale = fit.network.point.double(), fit.network.scale
         if scale is not None:
             point = point / scale
-        loss = fit.informative_examples * fit.diagnostics["mean_loss"]
         trace = fit.diagnostics[name].get(DATA_TRACE)
-        if fit.noise is not None:
-            targets = fit.num_examples * fit.num_outputs
-            loss += 0.5 * targets * math.log(2 * math.pi * fit.noise**2)
-            trace = trace / fit.noise**2 if trace is not None and name == "opg" else trace
         rest = None if trace is None else max(0.0, trace - float(eigenvalues.sum()))
         return cls(
-            loss,
-            fit.informative_examples,
+            fit.num_examples * fit.diagnostics["mean_loss"],
+            fit.num_examples,
+            0 if fit.noise is None else fit.num_examples * fit.num_outputs,
             float(point.square().sum()),
             eigenvalues,
             max(0, fit.diagnostics["parameters_reached"] - len(eigenvalues)),
             rest,
             pairs.slack,
+            partial(noises_at, fit),
+            name == "opg",
         )
 
     def interval(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,10 +144,14 @@ class Evidence:
         that of a tail at λ, and the interval holds if they are all above.
         """
         levels = levels.double()
-        cost = self.loss + 0.5 * self.num_examples * levels * self.square
-        known = torch.log1p(self.eigenvalues / levels[:, None]).sum(1)
+        precision = self.noises(levels) ** -2
+        cost = precision * (self.loss + 0.5 * self.num_examples * levels * self.square)
+        cost = cost + 0.5 * self.targets * (2 * math.pi / precision).log()
+        # log(1 + factor·μ/λ) = log(1 + μ/floor)
+        floors = levels / precision if self.is_over_noise else levels
+        known = torch.log1p(self.eigenvalues / floors[:, None]).sum(1)
         most = self.eigenvalues[-1].double()
-        at_most = torch.log1p(most / levels)
+        at_most = torch.log1p(most / floors)
         if self.others == 0 or float(most) == 0:
             least = largest = torch.zeros_like(levels)
         elif self.their_sum is None:
@@ -146,9 +159,9 @@ class Evidence:
         else:
             count, total = self.others, min(self.their_sum, self.others * float(most))
             least = total / most * at_most
-            largest = count * torch.log1p(total / (count * levels))
+            largest = count * torch.log1p(total / (count * floors))
         if self.slack:  # the known ones may be more, and the others then have less to share
-            more = torch.log1p((self.eigenvalues + self.slack) / levels[:, None]).sum(1)
+            more = torch.log1p((self.eigenvalues + self.slack) / floors[:, None]).sum(1)
             least, largest = torch.zeros_like(levels), largest + more - known
         base = -cost - 0.5 * known
         middle = 0.0 if self.their_sum is None else 0.25 * (least + largest)
@@ -194,7 +207,9 @@ def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
 
 
 def _levels(fit: DeltaFit, decades: float, count: int) -> Tensor:
-    return fit.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
+    """The λs to try, without those at which no noise can be estimated."""
+    levels = fit.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
+    return levels[noises_at(fit, levels).isfinite()]
 
 
 def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:

@@ -15,6 +15,7 @@ from deltabars.decay import scaled
 from deltabars.errors import DataError, SpectrumWarning
 from deltabars.likelihoods import Bernoulli, Gaussian, Likelihood
 from deltabars.moderation import SAMPLES, choose_moderation
+from deltabars.noise import noises_at
 from deltabars.precision import full_precision
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
@@ -53,6 +54,7 @@ def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
     )
     total, count = torch.zeros(len(levels), dtype=torch.float64), 0
     with Progress("Validating", None, "example", fit.progress) as bar:
+        noises = noises_at(fit, levels).tolist()
         for raw in iterate(data, _READ_SIZE):
             batch = labelled(raw)
             assert batch.targets is not None
@@ -60,7 +62,8 @@ def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
             targets = batch.targets.to(fit.network.device)
             fit.likelihood.check_targets(found["0"].mean, targets)
             for place, prediction in enumerate(found.values()):
-                total[place] += float(_losses(fit.likelihood, prediction, targets).sum())
+                losses = _losses(fit.likelihood, prediction, targets, noises[place])
+                total[place] += float(losses.sum())
             count += len(targets)
             bar.show(count)
     if not count:
@@ -78,12 +81,14 @@ def _covariances(fit: DeltaFit, levels: Tensor) -> dict[str, Covariance]:
     return found
 
 
-def _losses(likelihood: Likelihood, prediction: Prediction, targets: Tensor) -> Tensor:
-    """−log p of each target, (B,)."""
+def _losses(
+    likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
+) -> Tensor:
+    """−log p of each target at a noise of its own, (B,)."""
     if isinstance(likelihood, Gaussian):
-        assert prediction.total_std is not None
-        gap = (targets - prediction.mean) / prediction.total_std
-        density = 0.5 * gap.square() + prediction.total_std.log() + 0.5 * math.log(2 * math.pi)
+        total_std = (prediction.variance + noise**2).sqrt()
+        gap = (targets - prediction.mean) / total_std
+        density = 0.5 * gap.square() + total_std.log() + 0.5 * math.log(2 * math.pi)
         return density.sum(-1)
     assert prediction.moderated is not None
     if isinstance(likelihood, Bernoulli):

@@ -26,6 +26,8 @@ class Gaussian(Likelihood):
 
     Attributes:
         noise: σ; None (or `"estimate"`) to estimate it from the residuals of the training data.
+        estimated: whether `noise` is such an estimate, which a fit makes. It depends on λ, and
+            is made anew where λ changes; a noise that was given stays.
 
     Example:
         >>> import torch, deltabars
@@ -45,12 +47,15 @@ class Gaussian(Likelihood):
     """
 
     noise: float | None = 1.0
+    estimated: bool = False
 
     name = "gaussian"
     discrete = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise", check_noise(self.noise))
+        if not isinstance(self.estimated, bool):
+            raise BadValueError(f"estimated: expected True or False, got {self.estimated!r}.")
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = "For class numbers use likelihood='categorical'."
