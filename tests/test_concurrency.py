@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import linecache
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 import deltabars
 from deltabars import storage
 from deltabars.cli import main
-from deltabars.errors import DeltaBarsError, StorageError
+from deltabars.determinism import same_bits
+from deltabars.errors import DeltaBarsError, ModelWarning, StorageError
 from deltabars.report.page import save_report
 from deltabars.runs import Run
 from deltabars.sources import NamedData, NamedModel
@@ -32,7 +36,7 @@ from deltabars.turns import Shared, Turns
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.scans import command, environment
-from tests.stopping import end, start
+from tests.stopping import differing, end, start
 from tests.workshop import contents
 
 THREADS = 8
@@ -42,7 +46,7 @@ MIB = 1 << 20
 
 def fit_of(case, **options) -> deltabars.DeltaFit:
     arguments = {"l2": case.l2, "rank": 6, "estimator": "opg", "progress": False, **options}
-    return deltabars.fit(case.model, case.data, **arguments)
+    return deltabars.fit(case.model, arguments.pop("data", case.data), **arguments)
 
 
 def same(a, b) -> bool:
@@ -68,6 +72,37 @@ def eager_switches():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+class Doubled(torch.autograd.Function):
+    """A function without forward derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, back):
+        return 2 * back
+
+
+class Stepwise(nn.Module):
+    """A network whose Hessian products cannot be traced."""
+
+    def __init__(self, model: nn.Module, way: str) -> None:
+        super().__init__()
+        self.model, self.way = model, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "own":
+            return Doubled.apply(self.model(x)) / 2
+        return self.model(x) if len(x[:, 0].nonzero()) else self.model(-x)
 
 
 @pytest.mark.usefixtures("eager_switches")
@@ -103,6 +138,90 @@ class TestThreads:
         found = in_threads(lambda n: fit_of(cases[n % 4]).predict(cases[n % 4].unseen))
         for number, prediction in enumerate(found):
             assert same(prediction, alone[number % 4])
+
+    def test_hessian_fits_are_those_of_one_thread(self):
+        """Beside the user's own forward derivatives, which have one level in the process."""
+        torch.set_num_threads(1)
+        cases = [make_case(kind) for kind in ("dense", "rectified", "batch_norm")]
+        cases += [replace(cases[0], model=Stepwise(cases[0].model, way)) for way in ("item", "own")]
+        ways = [(case, kind) for case in cases for kind in ("hessian", "sandwich")]
+        ways += [(case, kind) for case in cases[:2] for kind in ("ggn", "opg")]
+
+        def found(case, kind):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ModelWarning)
+                return fit_of(copy.deepcopy(case), estimator=kind)
+
+        alone = [found(*way) for way in ways]
+        weights = {name: value.detach() for name, value in cases[0].model.named_parameters()}
+
+        def own_derivative():
+            def total(weights):
+                called = torch.func.functional_call(cases[0].model, weights, cases[0].unseen)
+                return called.square().sum()
+
+            return torch.func.jvp(torch.func.grad(total), (weights,), (weights,))[1]
+
+        right = own_derivative()
+
+        def work():
+            signal.alarm(100)
+            is_over, wrong = threading.Event(), []
+
+            def derive():
+                while not is_over.wait(0.01):
+                    mine = own_derivative()
+                    wrong.extend(name for name in mine if not torch.equal(mine[name], right[name]))
+
+            def fit_some(number):
+                order = random.Random(number).sample(range(len(ways)), 4)
+                return [(k, found(*ways[k])) for k in order]
+
+            with ThreadPoolExecutor(1) as pool:
+                user = pool.submit(derive)
+                try:
+                    for own in in_threads(fit_some, 3):
+                        for k, fit in own:
+                            assert not differing(fit, alone[k])
+                            case = ways[k][0]
+                            assert same(fit.predict(case.unseen), alone[k].predict(case.unseen))
+                finally:
+                    is_over.set()
+                user.result()
+            assert not wrong
+
+        assert end(start(work)) == 0  # a process that may die
+
+    def test_random_numbers_of_loaders_are_those_of_one_thread(self):
+        case = cached_case("dense")
+        pairs = list(zip(*case.data, strict=True))
+        torch.manual_seed(7)
+        state = torch.get_rng_state()
+
+        def work(number):
+            loader = DataLoader(pairs, 4, shuffle=True)
+            return [fit_of(case, data=loader) for _ in range(2)]
+
+        alone = work(0)[0]
+        for fits in in_threads(work, 4):
+            assert not any(differing(fit, alone) for fit in fits)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_deterministic_algorithms_are_put_back_by_the_last_one_out(self):
+        before = torch.are_deterministic_algorithms_enabled()
+        entered, leave = threading.Barrier(2), threading.Event()
+
+        def work(number):
+            with same_bits(True):
+                entered.wait(10)
+                if number:
+                    leave.wait(10)
+                is_on = torch.are_deterministic_algorithms_enabled()
+            leave.set()
+            return is_on
+
+        assert in_threads(work, 2) == [True, True]
+        assert torch.are_deterministic_algorithms_enabled() is before
 
     def test_switches_of_the_process_are_put_back(self):
         attention = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)

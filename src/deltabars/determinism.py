@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from deltabars.turns import Shared, Turns
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUDNN: Any = torch.backends.cudnn
 _MEMORY: Any = torch.utils.deterministic
 
 
-@contextmanager
-def same_bits(wanted: bool) -> Iterator[None]:
+def same_bits(wanted: bool) -> AbstractContextManager[None]:
     """Deterministic algorithms alone, if that is wanted; what was set before is put back.
 
     cuBLAS reads its part from the environment when it starts, so this comes before the first
     product on a GPU.
     """
-    if not wanted:
-        yield
-        return
+    return _deterministic() if wanted else nullcontext()
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
     environment = os.environ.get(_CUBLAS)
     os.environ.setdefault(_CUBLAS, ":4096:8")
     algorithms = torch.are_deterministic_algorithms_enabled()
@@ -41,16 +44,21 @@ def same_bits(wanted: bool) -> Iterator[None]:
             os.environ.pop(_CUBLAS, None)
 
 
+_deterministic = Shared(_deterministic_algorithms)
+_TURNS = Turns()
+
+
 def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """Go through batches with torch's random numbers begun at a seed, as far as they draw any.
 
     A loader that shuffles then has the same order, whatever the program drew before; and what the
-    program draws next is what it would have drawn without this.
+    program draws next is what it would have drawn without this. The generator is the process's, so
+    threads take turns.
     """
     state = torch.Generator().manual_seed(seed).get_state()
     iterator: Iterator[Any] | None = None
     while True:
-        with torch.random.fork_rng(devices=[]):
+        with _TURNS.at(_TURNS), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             iterator = iter(batches) if iterator is None else iterator  # this may draw as well
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -67,3 +68,16 @@ class Shared:
     def renew(self) -> None:
         """Another guard: after a fork there is nobody left to give the old one back."""
         self._guard = threading.Lock()
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Of torch's own: operations that vmap takes one by one, and a deprecation in its set-up.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        warnings.filterwarnings("ignore", message="`torch.jit.script`")
+        yield
+
+
+# Threads that each saved and restored the process's filters would restore one another's.
+without_noise = Shared(_without_noise)

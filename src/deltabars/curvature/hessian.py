@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_map
 from deltabars.batches import Batch
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.double_backward import check_gradient_products, gradient_products
-from deltabars.curvature.linear_part import LinearPart, Tensors, held_bytes
+from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
 from deltabars.curvature.singles import UNSUPPORTED
 from deltabars.errors import ModelWarning, first_line
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import KEPT, attempt, ran_out, share
 from deltabars.problem import Problem
+from deltabars.turns import without_noise
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
@@ -119,7 +120,8 @@ class HessianOperator(CurvatureOperator):
         if not self._backward_twice:
             whole = partial(self._derivative, batch.inputs, *self._fixed(batch))
             try:
-                return self._apply(lambda tangents: whole(*tangents), vectors)
+                with forward_derivatives():
+                    return self._apply(lambda tangents: whole(*tangents), vectors)
             except UNSUPPORTED as error:
                 if ran_out(error):
                     raise
@@ -225,6 +227,5 @@ class ConstantWithoutGrad(TorchFunctionMode):
 @cache
 def _load_forward_derivatives() -> None:
     """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`torch.jit.script`")
+    with without_noise(), forward_derivatives():
         torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))

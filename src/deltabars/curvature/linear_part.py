@@ -10,21 +10,32 @@ of examples (`prepare`); what does is all that is left of a product (`apply`).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from deltabars.curvature.graphs import dependent, kind
 from deltabars.curvature.rewriting import rewrite
+from deltabars.turns import Turns
 
 Tensors = tuple[Tensor, ...]
+
+_PATIENCE = 60.0  # seconds to wait for forward derivatives in the user's threads
+_NAP = 1e-3
+_TURNS = Turns()
+_NESTING: Any = eager_transforms
+_LEVEL: Any = forward_ad
 
 
 class LinearPart:
@@ -53,7 +64,7 @@ class LinearPart:
         # Each value is noted as a fake tensor. Of itself make_fx sets up a mode for every one of
         # them, which takes as long as all the rest of a trace.
         noted = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-        with tracing(noted):
+        with forward_derivatives(), tracing(noted):
             traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
         _check_shapes_are_fixed(traced.graph)
         changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
@@ -71,6 +82,47 @@ class LinearPart:
         """The function at the tangents, for the prepared rest."""
         result: Tensors = self._after(*prepared, *tangents)
         return result
+
+
+@contextmanager
+def forward_derivatives() -> Iterator[None]:
+    """Take forward derivatives, or trace, in one thread at a time.
+
+    Torch keeps the tracer and the level of forward derivatives in variables of the process. The
+    first thread into `torch.func.jvp` opens that level and closes it on its way out, whoever else
+    is inside by then. So we open it before and close it after, when no thread of the user's is
+    inside.
+    """
+    with _TURNS.at(_TURNS):
+        is_open = _waited_for(_open_level)
+        try:
+            yield
+        finally:
+            if is_open:
+                _waited_for(lambda: _NESTING.JVP_NESTING == 1)
+                _NESTING.JVP_NESTING -= 1
+                _LEVEL.exit_dual_level()
+
+
+def _open_level() -> bool:
+    if _NESTING.JVP_NESTING or _LEVEL._current_level >= 0:
+        return False
+    _NESTING.JVP_NESTING += 1  # no call since the comparison, so that no thread is in between
+    try:
+        _LEVEL.enter_dual_level()
+    except RuntimeError:
+        _NESTING.JVP_NESTING -= 1
+        return False
+    return True
+
+
+def _waited_for(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_NAP)
+    return True
 
 
 def _check_shapes_are_fixed(graph: Graph) -> None:

@@ -13,6 +13,7 @@ from deltabars.errors import ModelWarning, first_line
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
+from deltabars.turns import without_noise
 
 Rows = dict[str, Tensor]  # (B, R, ·) by name of a parameter
 Way = Callable[[Inputs, Tensor, tuple[str, ...]], Rows]
@@ -57,9 +58,7 @@ class Singles:
         if len(self._ways) == 1:
             return self._by_autograd(inputs, cotangents, names)
         try:
-            with warnings.catch_warnings():
-                # Of operations that torch takes in turn by itself, which is still the quicker way.
-                warnings.filterwarnings("ignore", message="There is a performance drop")
+            with without_noise():  # one by one inside torch is still faster than here
                 return self._ways[0](inputs, cotangents, names)
         except UNSUPPORTED as error:
             if ran_out(error):
