@@ -103,12 +103,33 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(
     assert message in only_line(capsys)
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("demo", "--nonsense")])
-def test_wrong_usage_is_exit_code_2(capsys, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nonsense",), "COMMAND: invalid choice: 'nonsense' (choose from 'demo', "),
+        (
+            ("demo", "--nonsense"),
+            "unrecognized arguments: --nonsense (usage: deltabars demo --help",
+        ),
+        (("--quiet", "demo"), "unrecognized arguments: --quiet (usage: deltabars --help)"),
+        (("demo", "--out"), "--out: expected one argument (usage: deltabars demo --help)"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_one_line(capsys, arguments, said):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: deltabars" in capsys.readouterr().err
+    line = only_line(capsys)
+    assert line.startswith("deltabars: ")
+    assert said in line
+
+
+def test_without_a_command_it_prints_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("usage: deltabars")
+    assert all(name in shown.out for name in ("demo", "fit", "predict", "report"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ Started by torchrun, each process has its own; all but the first say which they 
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import signal
 import sys
@@ -17,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import deltabars
 from deltabars.errors import CheckpointWarning, DeltaBarsError, DeltaBarsWarning, MemoryWarning
@@ -30,6 +32,12 @@ _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
 )
+# For terminals that have no such characters.
+_IN_ASCII = {
+    "λ": "lambda", "σ": "sigma", "ω": "omega", "γ": "gamma", "±": "+/-", "…": "...", "→": "->",
+    "−": "-", "–": "-", "×": "x", "·": "*", "‖": "||", "½": "1/2", "²": "2", "₁": "1", "≤": "<=",
+    "≥": ">=", "Σ": "sum ", "√": "sqrt", "’": "'",
+}  # fmt: skip
 
 
 class _Terminated(BaseException):
@@ -47,6 +55,7 @@ def _terminate(number: int, frame: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
+    _never_fail_to_print()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
@@ -55,12 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
         parser, commands = make_parser()  # imports torch, which takes its time
+        if not given:
+            parser.print_help()
+            return 0
         from deltabars.commands.config import with_config
 
-        options = parser.parse_args(with_config(given, commands))
+        options, unknown = parser.parse_known_args(with_config(given, commands))
+        if unknown:
+            commands.get(given[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
         debug = options.debug
         if options.print_python:
-            print(options.python(options))
+            code = str(options.python(options))
+            encoding = sys.stdout.encoding or "utf-8"  # an escape in a string means the character
+            print(code.encode(encoding, "backslashreplace").decode(encoding))
             return 0
         from deltabars.commands.launching import launched
 
@@ -91,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and those of its commands by name."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deltabars",
         description="Error bars for the predictions of trained PyTorch networks.",
         epilog="`deltabars COMMAND --help` has examples.",
@@ -107,6 +123,30 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         add("--print-python", action="store_true", help="print the Python this stands for, and end")
         add("--debug", action="store_true", help="the traceback of an error as well")
     return parser, commands.choices
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line, which names the command that lists the options."""
+
+    def error(self, message: str) -> NoReturn:
+        said = " ".join(message.removeprefix("argument ").split())
+        self.exit(2, f"deltabars: {_speaker()}{said.rstrip('.')} (usage: {self.prog} --help)\n")
+
+
+def _never_fail_to_print() -> None:
+    """Replace characters that the terminal's encoding does not have."""
+    codecs.register_error("deltabars", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="deltabars")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    escaped = [_IN_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in found]
+    return "".join(escaped), error.end
 
 
 def _complain(line: str) -> None:

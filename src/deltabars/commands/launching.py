@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
+from io import StringIO
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
                 yield
             else:
                 options.quiet = True
-                with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+                with redirect_stdout(StringIO()):
                     yield
     finally:
         with suppress(RuntimeError):  # of a group that has lost a member
