@@ -7,6 +7,7 @@ import json
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,13 @@ import torch
 
 import deltabars
 from deltabars.cli import main
+from deltabars.errors import (
+    DataError,
+    DataWarning,
+    MissingDependencyError,
+    StorageError,
+    printable,
+)
 from deltabars.ranking import ranked
 from deltabars.runs import Run
 from tests.workshop import L2, RANK, TEST, contents
@@ -275,6 +283,70 @@ class TestRank:
         names = [row["input"] for row in result(capsys, *arguments)["rows"]]
         printed = executed(*arguments)
         assert [line.rsplit(" ", 1)[0] for line in printed.splitlines()] == names
+
+
+class TestNamesOnATerminal:
+    """What other people called things is shown, and does not act."""
+
+    BAD = "\x1b[2Jgone\nforged\r\u202eexe\x9b1m\x07"
+    SHOWN = r"\u001b[2Jgone\nforged\r\u202eexe\u009b1m\u0007"
+
+    @pytest.fixture
+    def odd(self, workshop, tmp_path, monkeypatch):
+        """A RUN whose classes, data and pictures have such names."""
+        monkeypatch.chdir(tmp_path)
+        names = [f"{number} {self.BAD}" for number in range(10)]
+        images = (workshop.train[0][:, 0] * 255).round().to(torch.uint8).numpy()
+        np.savez(f"train{self.BAD}.npz", x=images, y=workshop.train[1], classes=names)
+        shutil.copytree(workshop.folder / "flat", "flat")
+        picture = next(Path("flat").iterdir())
+        picture.rename(Path("flat") / (self.BAD + ".png"))
+        options = [*workshop.options]
+        options[options.index("--data") + 1] = f"train{self.BAD}.npz"
+        options.remove("--gray")
+        assert main(["fit", *options, "--out", "run"]) == 0
+        return tmp_path
+
+    def said(self, capsys):
+        out, err = capsys.readouterr()
+        for text in (out, err):
+            assert text.replace("\n", "").isprintable(), text
+            assert not any(line.startswith("forged") for line in text.splitlines())
+        return out + err
+
+    def test_all_that_commands_print(self, odd, capsys):
+        for arguments in (
+            ("predict", "run", "--data", "flat", "--gray", "--out", "a.csv"),
+            ("rank", "run"),
+            ("report", "run", "--out", "a.html"),
+            ("rank", "run", "--data", f"train{self.BAD}.npz", "--by", "target"),
+            ("rank", "run", "--json", "--quiet"),
+        ):
+            assert main([*arguments, "--device", "cpu"]) == 0
+            said = self.said(capsys)
+            assert self.SHOWN in said or arguments[0] in ("predict", "report")
+        row = json.loads(said)["rows"][0]
+        assert row["label_name"].endswith(self.BAD)  # JSON reads the escapes
+
+    def test_errors_and_warnings(self, odd, capsys):
+        assert main(["rank", f"no{self.BAD}"]) == 1
+        assert self.SHOWN in self.said(capsys)
+        assert main(["predict", "run", "--data", f"no{self.BAD}", "--debug"]) == 1
+        assert self.SHOWN in self.said(capsys)
+        Path(f"broken{self.BAD}.npz").write_text("no")
+        assert main(["predict", "run", "--data", f"broken{self.BAD}.npz"]) == 1
+        assert self.SHOWN in self.said(capsys)
+        Path(f"own{self.BAD}.py").write_text("def make():\n    raise OSError('\\x1b[2J')\n")
+        assert main(["predict", "run", "--data", f"own{self.BAD}.py:make"]) == 1
+        said = self.said(capsys)
+        assert self.SHOWN in said
+        assert r"\u001b[2J" in said.splitlines()[-1]
+
+    def test_in_python(self):
+        for kind in (DataError, MissingDependencyError, DataWarning, StorageError):
+            assert str(kind(self.BAD)) == self.SHOWN
+        assert printable("größe ✓ 画像 \\ 'a'") == "größe ✓ 画像 \\ 'a'"
+        assert json.loads(f'"{printable(chr(0xE0001))}"') == chr(0xE0001)
 
 
 class TestSpectrum:

@@ -16,6 +16,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from deltabars.cli import main
+from deltabars.errors import BadValueError
+from deltabars.runs import Run
+from deltabars.sources import NamedData, NamedModel
 from tests.scans import command, environment, only_line
 from tests.workshop import contents
 
@@ -203,6 +206,35 @@ def test_commands_on_a_run_refuse(arguments, said, workshop, place, capsys):
     assert said in only_line(capsys)
     left = contents(place) - before  # the predictions that rank has made are kept
     assert all(name.startswith("run/predictions") and "draft" not in name for name in left)
+
+
+@pytest.mark.parametrize("count", [3, 11])
+@pytest.mark.parametrize("kind", ["npz", "dataset"])
+def test_names_of_classes_are_as_many_as_outputs(kind, count, workshop, place, capsys):
+    """Refused before anything long, at the fit and at a prediction with a fit without names."""
+    names = [f"class {number}" for number in range(count)]
+    np.savez("data.npz", images=workshop.train[0].numpy(), labels=workshop.train[1], classes=names)
+    Path("data.py").write_text(
+        "import numpy, torch\n\n\nclass Data(torch.utils.data.TensorDataset):\n"
+        f"    classes = {names}\n\n\ndef make():\n    arrays = numpy.load('data.npz')\n"
+        "    parts = [torch.from_numpy(arrays[name]) for name in ('images', 'labels')]\n"
+        "    return torch.utils.data.DataLoader(Data(*parts), batch_size=7)\n"
+    )
+    data = "data.npz" if kind == "npz" else "data.py:make"
+    options = [*workshop.options]
+    options[options.index("--data") + 1] = data
+    options.remove("--gray")
+    assert main(["fit", *options, "--out", "run", "--quiet"]) == 1
+    assert f"a class name for each output of the model, got {count}" in only_line(capsys)
+    assert not Path("run").exists()
+    np.savez("plain.npz", images=workshop.train[0].numpy(), labels=workshop.train[1])
+    options[options.index("--data") + 1] = "plain.npz"
+    assert main(["fit", *options, "--out", "run", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "run", "--data", data, "--quiet"]) == 1
+    assert f"a class name for each of the 10 outputs, got {count}" in only_line(capsys)
+    with pytest.raises(BadValueError, match=f"10 outputs, got {count}"):
+        Run.create("other", workshop.fit(), NamedModel("a:b"), NamedData("c.npz"), tuple(names))
 
 
 def test_an_altered_run_is_refused(workshop, place, capsys):

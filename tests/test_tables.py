@@ -130,6 +130,65 @@ def test_several_outputs_have_a_column_each(likelihood):
     assert "probability" not in rows[0]
 
 
+class TestNamesOfColumns:
+    CLASSES = (
+        ("a", "login", "error_login"), ("b", "b", "b"), ("x", "error_error_x", "error_x"),
+        ("", "error_", "std"), ("1_a", "0_1_a", "1_a"), ("name", "score", "error"),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("classes", CLASSES)
+    @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+    def test_every_number_is_found_again(self, classes, ending, prediction, tmp_path):
+        """Whatever classes are called: three columns a kind, in the order of the classes."""
+        path = tmp_path / f"a.{ending}"
+        write_table(path, parts(prediction, None, classes))
+        rows = read(path)
+        titles = list(rows[0])
+        assert len(titles) == len(columns_of(prediction, NAMES)) + 1  # label_name
+        for kind, after in (("mean", "std"), ("std", "std_error"), ("std_error", "moderated")):
+            at = titles.index(next(title for title in titles if title.startswith(kind + "_")))
+            values = np.array([[row[title] for title in titles[at : at + 3]] for row in rows])
+            assert np.array_equal(values.astype(np.float32), getattr(prediction, kind).numpy())
+            assert all(title.startswith(f"{kind}_") for title in titles[at : at + 3]), after
+
+    def test_names_that_differ_stay_as_they_are(self, prediction):
+        found = columns_of(prediction, NAMES, classes=("a", "b", "c"))
+        assert {"mean_a", "std_b", "std_error_c"} < set(found)
+        twice = columns_of(prediction, NAMES, classes=("a", "a", "c"))
+        assert {"mean_0_a", "mean_1_a", "std_error_2_c"} < set(twice)
+
+    def test_pandas(self, prediction):
+        frame = prediction.to_pandas()
+        assert frame.columns.is_unique
+        for name in ("mean", "std", "std_error"):
+            found = frame[[f"{name}_{k}" for k in range(3)]].to_numpy()
+            assert np.array_equal(found, getattr(prediction, name).numpy())
+
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_as_many_names_as_outputs(self, count, prediction):
+        with pytest.raises(BadValueError, match=f"each of the 3 outputs, got {count}"):
+            columns_of(prediction, NAMES, classes=["c"] * count)
+
+
+def test_texts_that_a_spreadsheet_would_run(prediction, tmp_path):
+    names = ["=1+1", "+1", "-1", "@sum(a)", "\t=1", "\r=1", "a=1", "'=1", "", " "]
+    classes = ("=cmd|'/c calc'!a0", "@b", "c")
+    columns = columns_of(prediction, names, torch.arange(10) % 3, classes)
+    for ending in ("csv", "jsonl", "parquet"):
+        write_table(tmp_path / f"a.{ending}", [columns])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["input"] for row in rows] == [f"'{name}" for name in names[:6]] + names[6:]
+    assert rows[0]["target_name"] == "'=cmd|'/c calc'!a0"
+    assert np.float32(rows[0]["score"]) == prediction.score[0].numpy()
+    assert all(not title.startswith(("=", "+", "-", "@")) for title in rows[0])
+    for ending in ("jsonl", "parquet"):
+        assert [row["input"] for row in read(tmp_path / f"a.{ending}")] == names
+    negative = columns | {"score": -columns["score"]}
+    write_table(tmp_path / "b.csv", [negative])  # numbers are no formulas
+    assert (pandas.read_csv(tmp_path / "b.csv")["score"] < 0).all()
+
+
 class TestRanked:
     def test_orders(self, prediction):
         targets = (prediction.label + torch.arange(10) % 2) % 3  # every other one is wrong

@@ -18,11 +18,18 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import deltabars
-from deltabars.errors import CheckpointWarning, DeltaBarsError, DeltaBarsWarning, MemoryWarning
+from deltabars.errors import (
+    CheckpointWarning,
+    DeltaBarsError,
+    DeltaBarsWarning,
+    MemoryWarning,
+    printable,
+)
 
 _COMMANDS = (
     "demo", "fit", "predict", "rank", "spectrum", "report", "reproduce", "bench", "completion",
@@ -73,15 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             commands.get(given[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
         debug = options.debug
-        if options.print_python:
-            code = str(options.python(options))
-            encoding = sys.stdout.encoding or "utf-8"  # an escape in a string means the character
-            print(code.encode(encoding, "backslashreplace").decode(encoding))
-            return 0
         from deltabars.commands.launching import launched
 
-        with warnings.catch_warnings():
+        screen: Any = _Screen(sys.stdout)
+        with redirect_stdout(screen), warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            if options.print_python:
+                code = str(options.python(options))
+                encoding = sys.stdout.encoding or "utf-8"  # an escape means the character
+                print(code.encode(encoding, "backslashreplace").decode(encoding))
+                return 0
             with launched(options):
                 options.run(options)
         sys.stdout.flush()
@@ -99,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("deltabars: terminated", file=sys.stderr)
             return 1
         if debug:
-            traceback.print_exc()
+            print(_printable_lines(traceback.format_exc()), end="", file=sys.stderr)
         _complain(_one_line(error))
         return 1
     return 0
@@ -130,7 +138,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         said = " ".join(message.removeprefix("argument ").split())
-        self.exit(2, f"deltabars: {_speaker()}{said.rstrip('.')} (usage: {self.prog} --help)\n")
+        said = printable(said.rstrip("."))
+        self.exit(2, f"deltabars: {_speaker()}{said} (usage: {self.prog} --help)\n")
 
 
 def _never_fail_to_print() -> None:
@@ -149,8 +158,25 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     return "".join(escaped), error.end
 
 
+class _Screen:
+    """Standard output in which names, whoever chose them, cannot act on the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_printable_lines(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def _complain(line: str) -> None:
-    print(f"deltabars: {_speaker()}{line}", file=sys.stderr)
+    print(printable(f"deltabars: {_speaker()}{line}"), file=sys.stderr)
 
 
 def _speaker() -> str:
@@ -193,4 +219,4 @@ def _show_warning(
     text = f"deltabars: {_speaker()}warning: {message}\n"
     if not ours:
         text = warnings.formatwarning(message, category, filename, lineno, line)
-    print(text, end="", file=file or sys.stderr)
+    print(_printable_lines(text), end="", file=file or sys.stderr)

@@ -6,7 +6,36 @@ Every message has three parts: what was expected, what was found, and what to do
 from __future__ import annotations
 
 
-class DeltaBarsError(Exception):
+def printable(text: object) -> str:
+    """A text that a terminal shows as it is, in one line.
+
+    What is not printable is escaped: sequences that move the cursor or colour the text, line
+    breaks, marks that turn the direction of reading, bytes of a file's name that are no UTF-8.
+    Names of files, classes and inputs come from other people. JSON reads the escapes as well.
+    """
+    plain = str(text)
+    return plain if plain.isprintable() else "".join(map(_escaped, plain))
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = character.encode("utf-16-be", "surrogatepass").hex()
+    units = "".join(f"\\u{code[at : at + 4]}" for at in range(0, len(code), 4))
+    return _SHORT.get(character, units)
+
+
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class _OneLine:
+    """What an error says is one line, whatever names are in it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class DeltaBarsError(_OneLine, Exception):
     """The root of every error that deltabars raises on purpose."""
 
 
@@ -58,7 +87,7 @@ class RankError(DeltaBarsError):
     """Another of the processes that work together has failed."""
 
 
-class DeltaBarsWarning(UserWarning):
+class DeltaBarsWarning(_OneLine, UserWarning):
     """The root of every warning that deltabars gives."""
 
 
@@ -103,5 +132,4 @@ def first_line(error: BaseException) -> str:
 def shortened(text: object) -> str:
     """What a file or another library says, in one line that a terminal can show."""
     plain = str(text)
-    line = plain if len(plain) <= 120 else f"{plain[:117]}…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return printable(plain if len(plain) <= 120 else f"{plain[:117]}…")

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,10 @@ class Run:
         In a process group all ranks call it together.
 
         Raises:
+            BadValueError: there are not as many names of classes as the fit has outputs.
             StorageError: it cannot be written, or exists and is not to be overwritten.
         """
+        _check_names(classes, fit.num_outputs)
         folder = Path(path).absolute()
         about = {
             "format": _FORMAT,
@@ -139,6 +141,7 @@ class Run:
                 raise TypeError("outputs")
             if classes is not None and not _are_names(classes):
                 raise TypeError("classes")
+            _check_names(names, outputs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 f"{folder / _DESCRIPTION} is altered: it cannot be read "
@@ -170,6 +173,8 @@ class Run:
             data = NamedData(data).prepared_as(self.data)
         source = (self.data if data is None else data).load()
         given, own = source.classes, self.classes
+        if own is None:
+            _check_names(given, self.num_outputs)
         if given is not None and own is not None and given != own:
             odd = sorted(set(given) ^ set(own)) or ["their order"]
             raise BadValueError(
@@ -237,6 +242,14 @@ def check_new(folder: Path, overwrite: bool) -> None:
                 f"--out: expected a folder that does not exist, got {folder}. {advice}"
             )
     check_parent(folder, "--out")
+
+
+def _check_names(classes: Sequence[str] | None, outputs: int) -> None:
+    if classes is not None and len(classes) != outputs:
+        raise BadValueError(
+            f"--data: expected a class name for each of the {outputs} outputs, got {len(classes)} "
+            "names. Give as many, or none."
+        )
 
 
 def _are_names(classes: Any) -> bool:

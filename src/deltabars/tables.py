@@ -6,9 +6,10 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,8 @@ from deltabars.writing import write_whole
 ENDINGS = (".csv", ".jsonl", ".parquet")
 _ONE_AN_INPUT = ("score", "score_error", "mutual_information", "entropy")
 _SEVERAL_AN_INPUT = ("mean", "std", "std_error", "total_std", "moderated")
+_NAMED = ("target", "label")  # have a column of names, or a column an output
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 Columns = dict[str, np.ndarray]
 
@@ -40,8 +43,12 @@ def columns_of(
         targets: (B,) or (B, C), where they are known.
         classes: names of the classes, which stand in place of numbers.
 
-    Columns of a class end in its name, or its number. Where only some classes were asked for, they
-    end in the place among these, and `class_0`, … say which they are.
+    Columns of a class end in its name, or its number; where names would give two columns one name
+    (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
+    classes were asked for, they end in the place among these, and `class_0`, … say which they are.
+
+    Raises:
+        BadValueError: there are not as many names as outputs.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}
@@ -56,12 +63,10 @@ def columns_of(
     found.update({name: arrays[name] for name in _ONE_AN_INPUT if name in arrays})
     chosen = arrays.get("classes")
     count = prediction.mean.shape[1]
-    endings = [str(k) for k in range(count)]
+    endings = _endings(count, classes if chosen is None else None)
     if chosen is not None:
         for k in range(count):
             found[f"class_{k}"] = _named(chosen[:, k], classes)
-    elif classes is not None:
-        endings = list(classes)
     for name in _SEVERAL_AN_INPUT:
         if name in arrays:
             found.update({f"{name}_{end}": arrays[name][:, k] for k, end in enumerate(endings)})
@@ -119,8 +124,23 @@ def _by_class(name: str, numbers: np.ndarray, classes: Sequence[str] | None) -> 
     if numbers.ndim == 1:
         named = classes is not None and numbers.dtype.kind in "iu"
         return {name: numbers, **({f"{name}_name": _named(numbers, classes)} if named else {})}
-    endings = classes or [str(k) for k in range(numbers.shape[1])]
+    endings = _endings(numbers.shape[1], classes)
     return {f"{name}_{end}": numbers[:, k] for k, end in enumerate(endings)}
+
+
+def _endings(count: int, classes: Sequence[str] | None) -> list[str]:
+    """How the columns of each of `count` outputs end, so that no two columns have one name."""
+    if classes is None:
+        return [str(k) for k in range(count)]
+    if len(classes) != count:
+        raise BadValueError(
+            f"classes: expected a name for each of the {count} outputs, got {len(classes)}."
+        )
+    fixed = [*_ONE_AN_INPUT, *(f"{name}_name" for name in _NAMED)]
+    whole = [f"{name}_{end}" for name in (*_SEVERAL_AN_INPUT, *_NAMED) for end in classes]
+    if len({*fixed, *whole}) == len(fixed) + len(whole):
+        return list(classes)
+    return [f"{k}_{name}" for k, name in enumerate(classes)]  # no prefix above ends in a digit
 
 
 def _named(numbers: np.ndarray, classes: Sequence[str] | None) -> np.ndarray:
@@ -140,15 +160,27 @@ def _plain(values: np.ndarray) -> list[Any]:
 
 def _write_csv(path: Path, parts: Iterable[Columns]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
+        # Cells with either of "\r\n" are quoted then; lines end in "\n" alone nevertheless.
+        writer = csv.writer(_Lines(file), lineterminator="\r\n")
         for number, columns in enumerate(parts):
             if number == 0:
                 writer.writerow(columns)
             writer.writerows(zip(*map(_texts, columns.values()), strict=True))
 
 
+@dataclass(frozen=True)
+class _Lines:
+    file: TextIO
+
+    def write(self, line: str) -> int:
+        return self.file.write(line.removesuffix("\r\n") + "\n")
+
+
 def _texts(values: np.ndarray) -> list[str]:
-    return [str(value) for value in values]
+    """The cells of a column; texts that a spreadsheet would take for formulas begin with `'`."""
+    if values.dtype.kind != "O":
+        return [str(value) for value in values]
+    return [f"'{text}" if text.startswith(_FORMULAS) else text for text in map(str, values)]
 
 
 def _write_lines(path: Path, parts: Iterable[Columns]) -> None:

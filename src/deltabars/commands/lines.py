@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from deltabars.errors import printable
+
 
 def sayer(quiet: bool) -> Callable[[str], None]:
     """A function that prints a line, or that does nothing."""
@@ -12,7 +14,7 @@ def sayer(quiet: bool) -> Callable[[str], None]:
 
 
 def _say(line: str) -> None:
-    print(f"… {line}", file=sys.stderr, flush=True)
+    print(printable(f"… {line}"), file=sys.stderr, flush=True)
 
 
 def _ignore(line: str) -> None:

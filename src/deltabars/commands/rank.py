@@ -21,7 +21,7 @@ from deltabars.commands.options import (
 )
 from deltabars.commands.predicting import find_or_predict, open_run
 from deltabars.commands.python import Code, call, program
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, printable
 from deltabars.ranking import CRITERIA, ranked
 from deltabars.tables import check_ending, columns_of, plain_rows, write_table
 from deltabars.writing import check_can_write
@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> None:
         result = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by}
         print(json.dumps({**result, "rows": plain_rows(columns)}, ensure_ascii=False))
         return
-    print(f"{len(places):,} of the {len(kept.names):,} inputs of {kept.data.spec}, by {options.by}")
+    data = printable(kept.data.spec)
+    print(f"{len(places):,} of the {len(kept.names):,} inputs of {data}, by {options.by}")
     for line in _table(plain_rows(columns), chosen.std, _places(chosen)):
         print(line)
 
@@ -138,9 +139,9 @@ def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor) -> list
         cells.append(
             [
                 str(number + 1),
-                str(row["input"]),
-                str(row.get("target_name", row.get("target", ""))),
-                str(label),
+                printable(row["input"]),
+                printable(row.get("target_name", row.get("target", ""))),
+                printable(label),
                 "" if probability is None else f"{probability:.4f} ± {bar:.4f}",
                 f"{row['score']:.4f} (± {row['score_error']:.1g})",
             ]

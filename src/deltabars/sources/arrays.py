@@ -46,7 +46,7 @@ def read_npz(path: Path, preparation: Preparation) -> Source:
             f"of shape {tuple(targets.shape)}."
         )
     names = arrays.get("classes")
-    classes = None if names is None else tuple(str(name) for name in np.ravel(names))
+    classes = None if names is None else tuple(map(_text, np.ravel(names).tolist()))
     return from_tensors(inputs, targets, preparation, classes, is_pixels=raw.dtype == np.uint8)
 
 
@@ -110,6 +110,10 @@ def from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:
         f"--data: expected a Dataset, a DataLoader or a pair of tensors from {spec}, got a "
         f"{type(found).__name__}."
     )
+
+
+def _text(name: object) -> str:
+    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name)
 
 
 def _is_plain(found: object) -> bool:

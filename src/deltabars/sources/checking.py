@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from deltabars.batches import Batch, iterate, labelled
 from deltabars.errors import DataError, ModelError, first_line
+from deltabars.inputs import leaves
 from deltabars.sources.data import NamedData
 from deltabars.sources.folders import Pictures
 from deltabars.sources.source import Source
@@ -18,35 +23,56 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
         DataError: there are no targets, or other classes than the model has outputs.
         ModelError: the model does not take the pictures.
     """
-    pictures = source.dataset
-    if isinstance(pictures, Pictures):
-        if source.classes is None:
-            raise DataError(
-                f"--data: expected pictures in sub-folders, which are their classes, in "
-                f"{data.spec}, got no sub-folders: without classes there is nothing to fit."
-            )
-        image = pictures[0][0]
-        outputs = _outputs(model, image)
-        if isinstance(outputs, Tensor) and outputs.shape[1:] != (len(source.classes),):
-            raise DataError(
-                f"--data: expected a sub-folder for each output of the model, got "
-                f"{len(source.classes)} in {data.spec} for outputs of shape "
-                f"{tuple(outputs.shape[1:])}. Empty folders may stand for classes without pictures."
-            )
-    elif isinstance(source.data, Tensor):
+    is_folder = isinstance(source.dataset, Pictures)
+    if is_folder and source.classes is None:
+        raise DataError(
+            f"--data: expected pictures in sub-folders, which are their classes, in "
+            f"{data.spec}, got no sub-folders: without classes there is nothing to fit."
+        )
+    if isinstance(source.data, Tensor):
         raise DataError(
             f"--data: expected inputs and targets from {data.spec}, got inputs alone: without "
             "targets there is nothing to fit."
         )
+    if source.classes is None:
+        return
+    own = source.data
+    if isinstance(own, DataLoader):  # a batch of it may be large, and workers take time to start
+        own = DataLoader(own.dataset, batch_size=1, collate_fn=own.collate_fn)
+    raw = next(iter(iterate(own, 1)), None)
+    outputs = None if raw is None else _outputs(model, labelled(raw).rows(slice(1)), is_folder)
+    if isinstance(outputs, Tensor) and outputs.shape[1:] != (len(source.classes),):
+        what, advice = (
+            ("a sub-folder", "Empty folders may stand for classes without pictures.")
+            if is_folder
+            else ("a class name", "Give as many, or none.")
+        )
+        raise DataError(
+            f"--data: expected {what} for each output of the model, got {len(source.classes)} in "
+            f"{data.spec} for outputs of shape {tuple(outputs.shape[1:])}. {advice}"
+        )
 
 
-def _outputs(model: nn.Module, image: Tensor) -> object:
-    first = next(model.parameters(), image)
+def _outputs(model: nn.Module, batch: Batch, is_picture: bool) -> object:
+    """What the model gives; None where it fails, which the fit explains."""
+    first = next(model.parameters(), None)
+    if first is not None:
+        batch = batch.to(first.device, first.dtype)
+    inputs = batch.inputs
     try:
         with torch.no_grad():
-            return model(image[None].to(first.device, first.dtype))
-    except RuntimeError as error:
+            if isinstance(inputs, dict):
+                found = model(**inputs)
+            else:
+                found = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    except Exception as error:
+        if not is_picture:
+            return None
         raise ModelError(
-            f"--model: expected a model that takes pictures {(1, *image.shape)}, got one that does "
-            f"not ({first_line(error)}). --gray makes one channel of them, --size another size."
+            f"--model: expected a model that takes pictures {tuple(leaves(inputs)[0].shape)}, got "
+            f"one that does not ({first_line(error)}). --gray makes one channel of them, --size "
+            "another size."
         ) from error
+    if isinstance(found, Mapping):
+        return found.get("logits")
+    return getattr(found, "logits", found)

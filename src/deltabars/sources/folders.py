@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from deltabars.errors import DataError, DataWarning
+from deltabars.errors import DataError, DataWarning, printable
 from deltabars.sources.pictures import ENDINGS, Preparation
 from deltabars.sources.source import Source, fingerprint_of
 
@@ -56,7 +56,8 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
         DataError: there are no pictures, some are beside sub-folders, or the first is broken.
     """
     entries = _visible(folder)
-    classes = tuple(sorted(entry.name for entry in entries if _is_folder(entry)))
+    folders = sorted(entry.name for entry in entries if _is_folder(entry))
+    classes = tuple(_printable(Path(name)) for name in folders)
     left_out: list[str] = []
     loose = _pictures([entry for entry in entries if not _is_folder(entry)], left_out)
     files: list[Path] = loose
@@ -67,7 +68,7 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
                 f"--data: expected pictures in sub-folders (the classes) of {folder}, or beside "
                 f"one another and no sub-folders, got both: {loose[0].name} beside {classes[0]}/."
             )
-        inside = [sorted(_inside(folder / name, left_out)) for name in classes]
+        inside = [sorted(_inside(folder / name, left_out)) for name in folders]
         files = [path for paths in inside for path in paths]
         counts = [len(paths) for paths in inside]
         labels = torch.repeat_interleave(torch.arange(len(classes)), torch.tensor(counts))
@@ -169,7 +170,7 @@ def _fingerprint(folder: Path, files: Sequence[Path], preparation: Preparation) 
 def _printable(path: Path) -> str:
     """A name that can be shown and written as UTF-8, whatever bytes are in it."""
     text = os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(text)
 
 
 def _size(shape: tuple[int, ...]) -> str:
