@@ -199,6 +199,7 @@ DATA: dict[str, Callable[[Any, int, int], Any]] = {
     "distributed sampler": _sampled,
     "distributed sampler, in order": partial(_sampled, shuffle=False),
     "shards": lambda data, rank, count: _cut(data, rank, count),
+    "strides": lambda data, rank, count: tuple(part[rank::count] for part in data),
     "sharded datasets": lambda data, rank, count: TensorDataset(*_cut(data, rank, count)),
     "sharded loaders": lambda data, rank, count: DataLoader(
         TensorDataset(*_cut(data, rank, count)), batch_size=5 + rank, shuffle=True

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from deltabars import Problem, ranks
+from deltabars.errors import DeltaBarsError
 from tests import stopping
-from tests.ranked import fit, launched, results, subject
+from tests.ranked import CLASSES, fit, launched, results, subject
 
 SOON = 25.0  # seconds, on a machine that is busy
 PATIENCE = 4.0
@@ -75,6 +77,36 @@ class Failing(nn.Module):
         if self.passes == 0:
             self.what()
         return self.inner(inputs)
+
+
+def called_otherwise(rank):
+    """What each of several calls raises that are not the same on both ranks."""
+    model, data = subject()
+    first, last = nn.Linear(10, 16 + 8 * rank).double(), nn.Linear(16 + 8 * rank, CLASSES).double()
+    shaped = nn.Sequential(first, nn.ReLU(), last)
+    shaped = shaped if rank else model
+    curved = nn.Sequential(model[0], nn.Softplus() if rank else nn.ReLU(), model[2])
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1 * rank)
+    summed = nn.CrossEntropyLoss(reduction="sum" if rank else "mean")
+    calls = {
+        "params": lambda: fit(model, data, params=["2.*"] if rank else None),
+        "model": lambda: fit(shaped, data),
+        "other outputs": lambda: fit(curved, data),
+        "likelihood": lambda: [fit(model, data, likelihood=smoothed)],
+        "another likelihood": lambda: [fit(model, data, likelihood=summed)],
+        "dtype": lambda: fit(model, data, dtype=torch.float32 if rank else None),
+        "checkpoint": lambda: fit(model, data, checkpoint="kept" if rank else None),
+        "solver": lambda: fit(model, data, solver="none" if rank else "auto"),
+        "another params": lambda: Problem(
+            model, data, parameters=["0.*"] if rank else None, l2=0.1
+        ),
+    }
+    raised = {}
+    for name, call in calls.items():
+        with pytest.raises(DeltaBarsError) as caught:
+            call()
+        raised[name] = str(caught.value)
+    return raised
 
 
 def _raises():
@@ -170,6 +202,16 @@ def uninterrupted(tmp_path_factory):
         return values, std, stopping._newest(folder)
 
     return found
+
+
+def test_other_arguments_on_one_rank_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_FAREWELL", 0.2)
+    subject()
+    for raised in results(2, called_otherwise, tmp_path / "ranks"):
+        for name, said in raised.items():
+            assert "on every rank, got" in said
+            assert name.removeprefix("another ") in said
+            assert "on rank 1" in said
 
 
 class TestKilled:

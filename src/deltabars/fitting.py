@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from deltabars.parameters import Selection
 from deltabars.plain import plain_model
 from deltabars.problem import Problem
 from deltabars.progress import Progress
-from deltabars.ranks import current, same_everywhere
+from deltabars.ranks import check_same_options, current, same_everywhere
 from deltabars.solving import SolverOptions, solve
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
@@ -144,19 +145,37 @@ def fit(
         >>> bool(out.score[wrong].mean() > 2 * out.score[~wrong].mean())
         True
     """
-    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
-        raise BadValueError(
-            f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
-            "serves hessian and opg as well."
-        )
-    automatic = is_automatic(rank, tolerance, probe, solver)
-    asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
-    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
-    options.check_for(ESTIMATORS[estimator])
     started = time.perf_counter()
     ranks = current()
+    given = {
+        "estimator": estimator,
+        "rank": rank,
+        "tolerance": tolerance,
+        "probe": None if probe is None else "given",
+        "solver": solver,
+        "seed": seed,
+        "memory_budget": memory_budget,
+        "batch_size": batch_size,
+        "residual_tolerance": residual_tolerance,
+        "max_products": max_products,
+        "smallest": smallest,
+    }
     progress = progress and ranks.is_first
-    with ranks.together(), opened(checkpoint, ranks) as session:
+    with ranks.together(), ExitStack() as stack:
+        check_same_options(
+            ranks,
+            {**given, "checkpoint": checkpoint is not None, "deterministic": deterministic},
+        )
+        if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+            raise BadValueError(
+                f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
+                "serves hessian and opg as well."
+            )
+        automatic = is_automatic(rank, tolerance, probe, solver)
+        asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
+        options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
+        options.check_for(ESTIMATORS[estimator])
+        session = stack.enter_context(opened(checkpoint, ranks))
         model = plain_model(model)
         budget = memory_budget
         if budget is None and session is not None:
@@ -183,29 +202,12 @@ def fit(
             )
         if rank is None:
             options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
+            given["rank"] = options.rank
         if automatic:
             options = replace(options, rank=problem.num_reached)
         check_rank(options.rank, problem.num_parameters)
         problem.warn_if_far_from_optimum()
-        given = {
-            "estimator": estimator,
-            "rank": options.rank if rank is None else rank,
-            "tolerance": tolerance,
-            "probe": None if probe is None else "given",
-            "solver": solver,
-            "seed": options.seed,
-            "memory_budget": memory_budget,
-            "batch_size": batch_size,
-            "residual_tolerance": residual_tolerance,
-            "max_products": max_products,
-            "smallest": smallest,
-        }
-        if not same_everywhere(ranks, [given, problem.given_l2, problem.parameters.names]):
-            raise BadValueError(
-                f"fit: expected the same options on every rank, got others on rank {ranks.rank} "
-                "than on some other."
-            )
-        record = manifest(problem, weights, given)
+        record = manifest(problem, weights, {**given, "seed": options.seed})
         diagnostics: dict[str, Any] = {
             "manifest": record,
             "mean_loss": problem.mean_loss,

@@ -10,8 +10,7 @@ from typing import Any
 
 from deltabars.errors import CheckpointMismatchError
 from deltabars.growing import Probe
-from deltabars.likelihoods import Likelihood
-from deltabars.likelihoods.named import described, is_own
+from deltabars.likelihoods.named import told_apart
 from deltabars.problem import Problem
 
 _FORMAT = 2  # of the states that solvers save: 3 would refuse those of 2
@@ -50,7 +49,7 @@ def identity_of(
         "tolerance": None if probe is None else probe.tolerance,
         "probe": None if probe is None else f"{probe.fingerprint:016x}",
         "l2": dict(given) if isinstance(given, Mapping) else given,
-        "likelihood": _described(problem.likelihood),
+        "likelihood": told_apart(problem.likelihood),
         "params": _digest(list(zip(space.names, space.shapes, strict=True))),
         "dtype": str(problem.dtype),
         "memory_budget": memory_budget,
@@ -99,19 +98,6 @@ def _said(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     if name in _DIGESTS and there.get(name) and here.get(name):
         return f"other {name}"
     return f"{name} was {there.get(name)!r} and is {here.get(name)!r}"
-
-
-def _described(likelihood: Likelihood) -> Any:
-    """A likelihood in JSON; one of the user's own by its class and its plain attributes."""
-    if is_own(likelihood):
-        return described(likelihood)
-    kind = type(likelihood)
-    plain = {
-        name: value
-        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
-        if isinstance(value, bool | int | float | str)
-    }
-    return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
 
 
 def _digest(value: Any) -> str:

@@ -10,7 +10,7 @@ and where the loss that a network was trained with is brought to that form (`lik
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -22,11 +22,13 @@ from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
+from deltabars.inputs import map_leaves
 from deltabars.likelihoods import Likelihood, read_loss
+from deltabars.likelihoods.named import told_apart
 from deltabars.memory import DATA, ChunkSize, chunk_within, share, shared_budget
 from deltabars.network import Network, model_errors, weighted_sum
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.ranks import current
+from deltabars.ranks import check_same_options, current
 from deltabars.space import Spaces
 from deltabars.totals import Totals, add_up
 from deltabars.units import Units
@@ -95,6 +97,7 @@ class Problem:
         given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
+        self._check_same_everywhere((loss.divided_by, loss.multiple))
         self.memory_budget = shared_budget(memory_budget, self.device, self.ranks)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
@@ -106,6 +109,7 @@ class Problem:
         with self.network.evaluation(), model_errors():
             first = next(iter(self.chunks(_PROBE)))
             self.num_outputs = self._probe(first)
+            self._check_same_function(first)
             self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
             self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
             if isinstance(parameters, LastLayer):
@@ -212,6 +216,41 @@ class Problem:
             "quite this one, of eval mode: train on for a while in eval mode, or take "
             "params=last_layer(), which is less affected."
         )
+
+    def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
+        """Refuse a rank with another model or other options."""
+        network = self.network
+        state = {**network.trained, **network.constants}
+        options = {
+            "model": sorted((name, tuple(value.shape)) for name, value in state.items()),
+            "params": list(network.trained),
+            "l2": dict(self.given_l2) if isinstance(self.given_l2, Mapping) else self.given_l2,
+            "likelihood": (told_apart(self.likelihood), reduction),
+            "dtype": network.dtype,
+            "device": network.device.type,
+        }
+        check_same_options(self.ranks, options)
+
+    def _check_same_function(self, batch: Batch) -> None:
+        """Refuse a rank whose model gives other outputs for the first rank's inputs."""
+        if self.ranks.count == 1:
+            return
+        few = batch.rows(slice(0, 3)).inputs
+        few = map_leaves(
+            lambda leaf: leaf.to(self.device), self.ranks.agreed(map_leaves(Tensor.cpu, few))
+        )
+        found = self.network.outputs(dict(self.network.trained), few).cpu()
+        first, *others = self.ranks.gather(found)
+        for rank, other in enumerate(others, 1):
+            same = other.shape == first.shape and torch.allclose(
+                other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
+            )
+            if not same:
+                raise ModelError(
+                    "Model: expected the same weights and the same forward pass on every rank, got "
+                    f"other outputs on rank {rank} than on rank 0. Load the weights from one file, "
+                    "or broadcast those of the first rank."
+                )
 
     def _probe(self, batch: Batch) -> int:
         """Check the outputs on one chunk; the number of outputs C."""

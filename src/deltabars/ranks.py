@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -286,3 +287,25 @@ def same_everywhere(ranks: Ranks, value: Any) -> bool:
     """Whether all ranks have the same value."""
     values: Sequence[Any] = ranks.gather(value)
     return all(other == values[0] for other in values)
+
+
+def check_same_options(ranks: Ranks, values: Mapping[str, Any]) -> None:
+    """Refuse other values on one rank than on another, before anything of their size is sent.
+
+    Messages of different lengths would end the process.
+
+    Args:
+        values: by name; those are the same whose `repr` is.
+    """
+    digests = {
+        name: hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+        for name, value in values.items()
+    }
+    first, *others = ranks.gather(digests)
+    for rank, other in enumerate(others, 1):
+        names = [name for name in values if other[name] != first[name]]
+        if names:
+            raise BadValueError(
+                f"fit: expected the same options on every rank, got another {', '.join(names)} on "
+                f"rank {rank} than on rank 0. Only the data may differ."
+            )

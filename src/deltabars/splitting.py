@@ -161,7 +161,9 @@ def _plain(value: Any) -> Any:
     """What can be compared by ==."""
     if isinstance(value, Tensor):
         held = value.detach().cpu().contiguous()
-        return str(held.dtype), tuple(held.shape), held.view(-1).view(torch.uint8).numpy().tobytes()
+        # To torch one entry is contiguous whatever its stride, but not to be viewed as bytes.
+        flat = held.as_strided((held.numel(),), (1,))
+        return str(held.dtype), tuple(held.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):

@@ -41,6 +41,19 @@ def described(likelihood: Likelihood) -> str | dict[str, Any]:
     return {"name": likelihood.name, **asdict(likelihood)}
 
 
+def told_apart(likelihood: Likelihood) -> Any:
+    """What tells a likelihood from others: of the user's own its class and plain attributes."""
+    if is_own(likelihood):
+        return described(likelihood)
+    kind = type(likelihood)
+    plain = {
+        name: value
+        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
+
+
 def from_description(description: Any) -> Likelihood:
     """The likelihood that was described.
 
