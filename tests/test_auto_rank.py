@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import deltabars
+from deltabars import progress
 from deltabars.errors import BadValueError, ConvergenceWarning
 from tests.conftest import cached_case
 from tests.networks import make_case, train
@@ -80,6 +83,44 @@ def test_krylov_space_that_grows(wide, estimator):
         assert pairs.statistics["restarts"] == 0
         assert float(pairs.residuals.max()) <= 1e-10
     assert loose.rank <= tight.rank < 483
+
+
+@pytest.mark.parametrize(("estimator", "informative"), [("opg", 60), ("ggn", 60 * 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_more_than_the_data_can_say_and_then_it_is_exact(wide, estimator, informative, dtype):
+    """Beyond N (C − 1 times as many of a softmax) directions every eigenvalue is λ."""
+    model, (inputs, targets), unseen = wide
+    given = {"l2": 0.01, "estimator": estimator, "progress": False}
+    data = inputs.to(dtype), targets
+    fit = deltabars.fit(
+        model, data, rank="auto", tolerance=1e-10, probe=unseen.to(dtype), solver="krylov",
+        dtype=dtype, **given,
+    )  # fmt: skip
+    assert fit.rank <= informative + 1
+    assert float(fit.spectra[estimator].values[-1]) == pytest.approx(0.01, rel=1e-9)
+    out = fit.predict(unseen.to(dtype))
+    single = dtype == torch.float32
+    assert float((out.std_error / out.std).max()) < (1e-6 if single else 1e-9)
+    exact = deltabars.fit(model, wide[1], rank=483, solver="dense", **given).predict(unseen)
+    torch.testing.assert_close(out.std.double(), exact.std, rtol=1e-3 if single else 1e-8, atol=0)
+    assert fit.diagnostics["rank"]["stopped_by"] == "tolerance"
+
+
+def test_progress_shows_the_error_that_is_left_and_no_goal(wide, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    model, data, unseen = wide
+    options = {"estimator": "hessian", "rank": "auto", "solver": "krylov"}
+    deltabars.fit(model, data, l2=0.01, probe=unseen, **options)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Eigenpairs" in line]
+    assert len(lines) > 1
+    assert "error of a score not known yet (wanted 0.05)" in lines[0]
+    last = re.search(r": (\d+) pairs, \d+ products, error of a score ([\d.]+) \(wanted", lines[-1])
+    assert last is not None
+    assert 0 < int(last[1]) < 483
+    assert 0 < float(last[2]) < 5
+    for line in lines:
+        assert "/" not in line
+        assert "left" not in line
 
 
 def test_intervals_hold(wide):

@@ -39,7 +39,7 @@ def no_wait(monkeypatch):
 def test_plain_lines_tell_done_note_and_time_left(no_wait):
     stream = io.StringIO()
     with Progress("Eigenpairs", 10, "pair", stream=stream) as bar:
-        bar.show_products(30, 5)
+        bar.show(5, "30 products")
     line = stream.getvalue()
     assert line.startswith("Eigenpairs: 5/10 pairs, 30 products, ")
     assert "s left" in line
@@ -100,3 +100,22 @@ def test_a_terminal_gets_nothing_with_progress_false():
 
 def test_a_pipe_gets_no_bar():
     assert "\r" not in written(*os.pipe(), True)
+
+
+def test_predictions_show_it_as_asked_for(no_wait, capsys):
+    """`progress` of predict and certify, whatever the fit does."""
+    model = torch.nn.Linear(4, 3).double()
+    data = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3
+    for of_fit in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fitted = deltabars.fit(model, data, l2=1.0, rank=4, progress=of_fit)
+        capsys.readouterr()
+        for asked in (True, False, None):
+            shown = of_fit if asked is None else asked
+            fitted.predict(data[0], progress=asked)
+            assert ("Predicting" in capsys.readouterr().err) is shown
+            fitted.certify(data[0][:2], data, progress=asked)
+            assert ("Certifying" in capsys.readouterr().err) is shown
+    with pytest.raises(deltabars.errors.BadValueError, match="progress: expected True, False or"):
+        fitted.predict(data[0], progress="yes")

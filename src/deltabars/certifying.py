@@ -21,7 +21,7 @@ from deltabars.likelihoods import unit_rows
 from deltabars.memory import BASIS, chunk_within, share
 from deltabars.network import model_errors
 from deltabars.precision import full_precision
-from deltabars.predicting import check_batch_size, served
+from deltabars.predicting import check_batch_size, served, shows_progress
 from deltabars.prediction import Prediction
 from deltabars.problem import Problem
 from deltabars.progress import Progress
@@ -50,6 +50,7 @@ def certify(
     estimator: str | None,
     max_products: int | None,
     batch_size: int | None,
+    progress: bool | None,
 ) -> Prediction:
     """Predictions with intervals of a given width; arguments are those of `DeltaFit.certify`."""
     name = served(fit, estimator)[0]
@@ -83,7 +84,8 @@ def certify(
         )
     check_space(space)
     check_batch_size(batch_size)
-    with Progress("Reading the data", None, "example", fit.progress) as bar:
+    shown = shows_progress(fit, progress)
+    with Progress("Reading the data", None, "example", shown) as bar:
         problem = Problem(
             fit.network,
             data,
@@ -100,7 +102,7 @@ def certify(
         )
     solver = _Solver(fit, name, problem, tolerance, max_products or _ENOUGH_PRODUCTS)
     with full_precision(fit.network.device):
-        return solver.predict(inputs, space, batch_size)
+        return solver.predict(inputs, space, batch_size, shown)
 
 
 class _Solver:
@@ -118,11 +120,13 @@ class _Solver:
         self.inverse_tail = 1.0 / tail.harmonic_mean
         self.weights = (1.0 / pairs.values - self.inverse_tail).to(self.vectors.dtype)
 
-    def predict(self, inputs: Any, space: str, batch_size: int | None) -> Prediction:
+    def predict(
+        self, inputs: Any, space: str, batch_size: int | None, progress: bool
+    ) -> Prediction:
         fit, parts, wide = self.fit, [], 0
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         size = batch_size or self._default_batch_size()
-        with Progress("Certifying", total, "input", fit.progress) as bar:
+        with Progress("Certifying", total, "input", progress) as bar:
             for batch in read_inputs(inputs, fit.signature, fit.network):
                 for chunk in batch.split(size):
                     part, missed = self._chunk(chunk, space)

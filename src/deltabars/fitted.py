@@ -122,6 +122,7 @@ class DeltaFit(Shown):
         samples: int = SAMPLES,
         seed: int = 0,
         batch_size: int | None = None,
+        progress: bool | None = None,
     ) -> Any:
         """Predictions with error bars.
 
@@ -143,6 +144,7 @@ class DeltaFit(Shown):
                 mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
             samples, seed: of the sampling; the same ones for all inputs.
             batch_size: inputs worked on at a time; chosen by the memory budget by default.
+            progress: whether to show it; as the fit does by default.
 
         Returns:
             A Prediction, or a dict of them.
@@ -165,6 +167,7 @@ class DeltaFit(Shown):
             samples=samples,
             seed=seed,
             batch_size=batch_size,
+            progress=progress,
         )
 
     def certify(
@@ -177,6 +180,7 @@ class DeltaFit(Shown):
         estimator: str | None = None,
         max_products: int | None = None,
         batch_size: int | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predictions whose error bars are as exact as asked for: `std_error ≤ tolerance·std`.
 
@@ -185,7 +189,8 @@ class DeltaFit(Shown):
         below λ, and more it does not need.
 
         Args:
-            inputs, space, batch_size: as for `predict`; inputs of choice, because it costs more.
+            inputs, space, batch_size, progress: as for `predict`; inputs of choice, because it
+                costs more.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
@@ -202,6 +207,7 @@ class DeltaFit(Shown):
             estimator=estimator,
             max_products=max_products,
             batch_size=batch_size,
+            progress=progress,
         )
 
     def with_l2(self, l2: L2) -> DeltaFit:

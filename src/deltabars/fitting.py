@@ -26,7 +26,7 @@ from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
 from deltabars.plain import plain_model
 from deltabars.problem import Problem
-from deltabars.progress import Progress
+from deltabars.progress import Deadline, Progress, check_seconds
 from deltabars.ranks import check_same_options, current, same_everywhere
 from deltabars.solving import SolverOptions, solve
 
@@ -60,6 +60,7 @@ def fit(
     max_products: int | None = None,
     smallest: int = 0,
     deterministic: bool = False,
+    max_seconds: float | None = None,
     checkpoint: Checkpoint | None = None,
     progress: bool = True,
 ) -> DeltaFit:
@@ -110,12 +111,17 @@ def fit(
             `memory_budget` is given or does not bind, and of its predictions. With torch's
             deterministic algorithms alone; a model with an operation that has none is refused. On a
             CPU it changes nothing.
+        max_seconds: stop after so long with what there is by then: the pairs that have converged
+            (at least one a matrix), whose error bounds hold, with a warning that says how far it
+            came. Looked at between products: reading the data and one product are the least it
+            takes. With a checkpoint, the same call with more time resumes. None for no limit; for
+            the solvers `"auto"`, `"krylov"` and `"incremental"`.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
             goes on from there when it is called again with the same arguments, and ends with the
             same bits on a CPU; one that had ended returns what it found. Solver `"dense"` and
-            `"arpack"` save whole matrices alone. `progress`, `device` and `batch_size` may change,
-            at the cost of last bits; anything else that differs is refused.
+            `"arpack"` save whole matrices alone. `progress` and `max_seconds` may change, and
+            `device` and `batch_size` at the cost of last bits; anything else is refused.
         progress: whether to show it.
 
     Returns:
@@ -159,6 +165,7 @@ def fit(
         "residual_tolerance": residual_tolerance,
         "max_products": max_products,
         "smallest": smallest,
+        "max_seconds": max_seconds,
     }
     progress = progress and ranks.is_first
     with ranks.together(), ExitStack() as stack:
@@ -175,6 +182,13 @@ def fit(
         asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
         options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
         options.check_for(ESTIMATORS[estimator])
+        limit = check_seconds(max_seconds)
+        if limit is not None and solver in ("dense", "arpack"):
+            raise BadValueError(
+                f"max_seconds: expected solver 'auto', 'krylov' or 'incremental', got {solver!r}, "
+                "which has no pairs before its end."
+            )
+        deadline = Deadline(limit, ranks)
         session = stack.enter_context(opened(checkpoint, ranks))
         model = plain_model(model)
         budget = memory_budget
@@ -207,7 +221,7 @@ def fit(
             options = replace(options, rank=problem.num_reached)
         check_rank(options.rank, problem.num_parameters)
         problem.warn_if_far_from_optimum()
-        record = manifest(problem, weights, {**given, "seed": options.seed})
+        record = manifest(problem, weights, {**given, "seed": options.seed, "max_seconds": limit})
         diagnostics: dict[str, Any] = {
             "manifest": record,
             "mean_loss": problem.mean_loss,
@@ -232,12 +246,19 @@ def fit(
         spectra: dict[str, EigenPairs] = {}
         # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
         # together.
-        for name in reversed(ESTIMATORS[estimator]):
+        names = ESTIMATORS[estimator][::-1]
+        for index, name in enumerate(names):
             operator = OPERATORS[name](problem)
             growth = None if chosen is None else chosen.growth(name, estimator, spectra)
             kept = None if session is None else session.of(name)
             spectra[name], diagnostics[name] = solve(
-                name, operator, options, progress, growth, kept
+                name,
+                operator,
+                options,
+                progress,
+                growth,
+                kept,
+                deadline.first_of(len(names) - index),
             )
             warn_about_spectrum(
                 name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype

@@ -15,8 +15,9 @@ from deltabars.covariance import ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.data import fingerprint_of
 from deltabars.eigen import EigenPairs
+from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
-from deltabars.likelihoods import Gaussian
+from deltabars.likelihoods import Categorical, Gaussian
 from deltabars.network import model_errors
 from deltabars.problem import Problem
 from deltabars.scoring import read_inputs
@@ -121,7 +122,13 @@ class Probe:
         pairs = solved.get("opg") if matrix == "hessian" else None
         if estimator != "sandwich" or pairs is None:
             share = _OPG_SHARE if estimator == "sandwich" else 1.0
-            return ProbeGrowth(self, matrix, share * self.tolerance, self.rows)
+            problem = self.problem
+            # What is orthogonal to all rows of R has the eigenvalue λ. (The roots of a softmax's
+            # curvature sum to zero.)
+            is_softmax = isinstance(problem.likelihood, Categorical)
+            each = {"opg": 1, "ggn": problem.num_outputs - is_softmax}.get(matrix)
+            most = None if each is None else each * problem.num_examples
+            return ProbeGrowth(self, matrix, share * self.tolerance, self.rows, informative=most)
         spaces, vectors = self.problem.spaces, pairs.vectors
         known = spaces.picked(
             vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
@@ -141,6 +148,7 @@ class ProbeGrowth:
         rows: of F, and of the eigenvectors of G where a sandwich is looked at.
         opg_values, opg_projections: of G, where a sandwich is looked at.
         least: the least eigenvalue of a Hessian, where it is known.
+        informative: how many eigenvalues can be above λ; None where that is not known.
         reached: the error at the last look.
         is_exhausted: whether all eigenvalues above λ were there at the last look.
     """
@@ -152,8 +160,29 @@ class ProbeGrowth:
     opg_values: Tensor | None = None
     opg_projections: Tensor | None = None
     least: float | None = None
+    informative: int | None = None
     reached: float = field(default=float("inf"), init=False)
     is_exhausted: bool = field(default=False, init=False)
+
+    @property
+    def most(self) -> int:
+        """How many pairs can say anything: those above λ, and one that is λ."""
+        size = self.probe.problem.num_reached
+        return size if self.informative is None else min(size, self.informative + 1)
+
+    @property
+    def aim(self) -> str:
+        """What was reached of what is wanted, for people."""
+        there = f"{self.reached:.2g}" if self.reached < float("inf") else "not known yet"
+        return f"error of a score {there} (wanted {self.tolerance:.2g})"
+
+    def settled(self, values: Tensor) -> Tensor:
+        """The eigenvalues, with those that can only be λ exactly that, whatever rounding says."""
+        if self.informative is None or len(values) <= self.informative:
+            return values
+        values = values.clone()
+        values[self.informative :] = self.probe.problem.l2
+        return values
 
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
         """Whether every score of the probe is within the tolerance, or no pair can add anything.
@@ -162,6 +191,7 @@ class ProbeGrowth:
         can those of G and GGN after one that is λ.
         """
         first = ESTIMATORS[self.estimator][0]
+        values = self.settled(values)
         above = max(1, self.useful(values))
         self.is_exhausted = above < len(values) or self._at_floor(values[-1:])
         values, projections = values[:above], projections[:, :above]
@@ -198,6 +228,8 @@ class ProbeGrowth:
         """How it ended: what was reached, and why no more was computed."""
         if self.reached <= self.tolerance:
             stopped = "tolerance"
+        elif STOPPED in pairs.statistics:
+            stopped = str(pairs.statistics[STOPPED])
         elif self.is_exhausted or len(pairs) >= problem.num_reached:
             stopped = "spectrum"
         else:
@@ -206,11 +238,13 @@ class ProbeGrowth:
             warnings.warn(
                 f"rank='auto': expected scores within {self.tolerance:.3g} of themselves, got "
                 f"{self.reached:.3g} with {len(pairs)} eigenpairs, "
-                + (
-                    "which are all above λ. "
-                    if stopped == "spectrum"
-                    else "with which the memory budget is used up; give a larger memory_budget. "
-                )
+                + {
+                    "spectrum": "which are all above λ. ",
+                    "memory budget": "with which the memory budget is used up; give a larger "
+                    "memory_budget. ",
+                    OUT_OF_TIME: "when max_seconds were over; give more, a larger tolerance, or a "
+                    "checkpoint, from which the same call resumes. ",
+                }[stopped]
                 + "The error bounds of predictions tell how far they can be trusted.",
                 ConvergenceWarning,
                 stacklevel=3,

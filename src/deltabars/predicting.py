@@ -35,6 +35,7 @@ def predict(
     samples: int,
     seed: int,
     batch_size: int | None,
+    progress: bool | None,
 ) -> Any:
     """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
     names = served(fit, estimator)
@@ -53,6 +54,7 @@ def predict(
             "estimate only."
         )
     check_batch_size(batch_size)
+    shown = shows_progress(fit, progress)
     chosen = choose_classes(classes, fit.num_outputs, fit.likelihood)
     average = choose_moderation(
         moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
@@ -73,7 +75,7 @@ def predict(
         moderation=average,
         memory_budget=fit.memory_budget,
     )
-    results = scorer.predict(inputs, batch_size, fit.progress)
+    results = scorer.predict(inputs, batch_size, shown)
     asked_for_one = estimator is None or isinstance(estimator, str)
     return results[names[0]] if asked_for_one else results
 
@@ -82,6 +84,13 @@ def check_batch_size(batch_size: Any) -> None:
     """Refuse a batch size that is not a whole number from 1 on, or None."""
     if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
         raise BadValueError(f"batch_size: expected a whole number from 1 on, got {batch_size!r}.")
+
+
+def shows_progress(fit: DeltaFit, progress: Any) -> bool:
+    """Whether to show progress: as asked for, else as the fit does."""
+    if progress is not None and not isinstance(progress, bool):
+        raise BadValueError(f"progress: expected True, False or None, got {progress!r}.")
+    return fit.progress if progress is None else progress
 
 
 def served(fit: DeltaFit, asked: str | Sequence[str] | None) -> list[str]:

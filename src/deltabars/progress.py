@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from importlib.util import find_spec
+from numbers import Real
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from deltabars.errors import BadValueError
+from deltabars.ranks import Ranks
+
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+class Deadline:
+    """When a computation is to stop with what it has: never, where no seconds are given.
+
+    Args:
+        seconds: that it may take.
+        ranks: which all go by the clock of the first one.
+        started: since when, by `time.monotonic`; now by default.
+    """
+
+    def __init__(self, seconds: float | None, ranks: Ranks, started: float | None = None) -> None:
+        self._started = time.monotonic() if started is None else started
+        self._seconds, self._ranks = seconds, ranks
+
+    def is_over(self, ahead: float = 0.0) -> bool:
+        """Whether it is over, or will be in some seconds. One small message, where it matters."""
+        if self._seconds is None:
+            return False
+        left = self._started + self._seconds - time.monotonic()
+        return bool(self._ranks.agreed(left <= ahead))
+
+    def first_of(self, parts: int) -> Deadline:
+        """That of the first of several computations, which share the time that is left evenly."""
+        if self._seconds is None or parts == 1:
+            return self
+        now = time.monotonic()
+        left = self._started + self._seconds - now
+        return Deadline(left / parts, self._ranks, now)
+
+
+def check_seconds(seconds: Any) -> float | None:
+    """A limit in seconds, refused unless it is above zero, or None."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+        raise BadValueError(
+            f"max_seconds: expected a number above zero, such as 600, got {seconds!r}."
+        )
+    return float(seconds) if seconds < math.inf else None
 
 
 class Progress:
@@ -74,10 +119,6 @@ class Progress:
                 file=self._stream,
                 flush=True,
             )
-
-    def show_products(self, products: int, done: int) -> None:
-        """Report as the eigensolvers do: the products so far, and the pairs that converged."""
-        self.show(done, f"{products} products")
 
     def __exit__(
         self,

@@ -51,7 +51,7 @@ class Session:
         self._started: Snapshot | None = None
         self._cost = 0.0
         self._saved_at = time.monotonic()
-        self._has_warned = False
+        self._has_warned = self._has_left = False
         self.memory_budget: int | None = None
         for header in () if snapshots is None else snapshots.headers():
             budget = header.get("memory_budget")
@@ -92,6 +92,10 @@ class Session:
     def end(self) -> None:
         """Keep the result alone."""
         self.save(None, last=True)
+
+    def leave(self) -> None:
+        """Save nothing more: a matrix ran out of time, and its state is what to resume from."""
+        self._has_left = True
 
     def finished(self, matrix: str) -> _Finished | None:
         """The eigenpairs of a matrix, where they are done."""
@@ -139,6 +143,8 @@ class Session:
 
     def save(self, running: tuple[str, State] | None, last: bool = False) -> None:
         """Write everything, and warn once where that cannot be done."""
+        if self._has_left:
+            return
         self._started = None
         header: dict[str, Any] = {
             "kind": _KIND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from deltabars.eigen import EigenPairs
 from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
+from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.precision import full_precision
-from deltabars.progress import Progress
+from deltabars.progress import Deadline, Progress
 from deltabars.sessions import MatrixCheckpoint
 from deltabars.sharded import ShardedVectors
 from deltabars.space import Space
@@ -99,13 +101,17 @@ def solve(
     progress: bool,
     growth: ProbeGrowth | None = None,
     checkpoint: MatrixCheckpoint | None = None,
+    deadline: Deadline | None = None,
 ) -> tuple[EigenPairs, dict[str, Any]]:
     """The eigenpairs of one matrix; and how they were found, how good they are, and how long
     they took. With a growth, as many as are enough by it, up to the rank of the options. With a
-    checkpoint, from where it was left.
+    checkpoint, from where it was left. After the deadline, with those that there are by then.
     """
     started = time.perf_counter()
     space = operator.problem.spaces.whole
+    deadline = deadline or Deadline(None, space.ranks)
+    if growth is not None:
+        options = replace(options, rank=min(options.rank, growth.most))
     done = None if checkpoint is None else checkpoint.finished(operator.device, growth, space)
     if done is not None:
         _warn_again(done[0])
@@ -114,11 +120,21 @@ def solve(
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
-        Progress(f"Eigenpairs of the {name}", options.rank, "pair", progress) as bar,
+        Progress(
+            f"Eigenpairs of the {name}",
+            options.rank if growth is None else None,
+            "pair",
+            progress,
+        ) as bar,
     ):
-        pairs = _run(operator, options, bar, growth, checkpoint)
-        if growth is not None and 0 < growth.useful(pairs.values) < len(pairs):
-            pairs = pairs.first(growth.useful(pairs.values))
+        pairs = _run(operator, options, bar, growth, checkpoint, deadline)
+        is_stopped = STOPPED in pairs.statistics
+        if growth is not None:
+            pairs = replace(pairs, values=growth.settled(pairs.values))
+            if 0 < growth.useful(pairs.values) < len(pairs):
+                pairs = pairs.first(growth.useful(pairs.values))
+        elif is_stopped:
+            _warn_of_time(name, options.rank, pairs, checkpoint is not None)
         quality = audit(operator.whole_matmat, space, pairs, options.seed)
         warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
@@ -130,7 +146,9 @@ def solve(
     below = max(0.0, operator.problem.l2 - pairs.least)
     seconds = time.perf_counter() - started
     found = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
-    if checkpoint is not None:
+    if checkpoint is not None and is_stopped:
+        checkpoint.session.leave()
+    elif checkpoint is not None:
         checkpoint.finish(pairs, found, growth, space)
     return _shared_out(pairs, space), found
 
@@ -140,6 +158,19 @@ def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
     if space.ranks.count == 1:
         return pairs
     return replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
+
+
+def _warn_of_time(name: str, rank: int, pairs: EigenPairs, is_kept: bool) -> None:
+    left = int(pairs.statistics.get(ROWS_LEFT, 0))
+    got = f"the {len(pairs)} that had converged" if not left else f"none of {left:,} rows' share"
+    resume = "the same call resumes" if is_kept else "with checkpoint=FOLDER it can be resumed"
+    warnings.warn(
+        f"max_seconds: expected {rank} eigenpairs of the {name}, got {got} when the time was over. "
+        f"Error bounds count what is missing. Give more time ({resume}), a smaller rank, or fewer "
+        "parameters, such as params=last_layer().",
+        ConvergenceWarning,
+        stacklevel=4,
+    )
 
 
 def _warn_again(pairs: EigenPairs) -> None:
@@ -154,8 +185,14 @@ def _run(
     bar: Progress,
     growth: ProbeGrowth | None,
     checkpoint: MatrixCheckpoint | None,
+    deadline: Deadline,
 ) -> EigenPairs:
-    rank, report = options.rank, bar.show_products
+    rank = options.rank
+
+    def report(products: int, done: int) -> None:
+        aim = "" if growth is None else f", {growth.aim}"
+        bar.show(done, f"{products} products{aim}")
+
     common: dict[str, Any] = {
         "tolerance": options.tolerance,
         "max_products": options.max_products,
@@ -167,32 +204,54 @@ def _run(
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
     if kind == "dense":
-        pairs = eigen.dense(operator, rank, on_step=report)
-        if growth is not None:
-            growth.least = pairs.exact_least
-        pairs = _own(pairs, operator)
-        return pairs if growth is None else _cut(pairs, operator, growth)
+        try:
+            pairs = eigen.dense(operator, rank, on_step=_in_time(report, size, deadline))
+        except _TooLongError:
+            kind = "krylov"
+        else:
+            if growth is not None:
+                growth.least = pairs.exact_least
+            pairs = _own(pairs, operator)
+            return pairs if growth is None else _cut(pairs, operator, growth)
     if kind == "arpack":
         return _own(eigen.arpack(operator, rank, on_step=report, **common), operator)
     if growth is not None:
         common["growth"] = growth
-    common["checkpoint"] = checkpoint
+    common |= {"checkpoint": checkpoint, "is_over": deadline.is_over, "on_step": report}
     places = operator.reached
     if places is not None and rank + options.smallest > len(places):
         places = None
     matrix = _Shared(operator, is_reached=places is not None)
     if kind == "incremental" and isinstance(operator, RowOperator):
-        pairs = eigen.incremental_svd(matrix, rank, on_step=report, checkpoint=checkpoint)
+        kept = {name: common[name] for name in ("on_step", "checkpoint", "is_over")}
+        pairs = eigen.incremental_svd(matrix, rank, **kept)
     elif isinstance(operator, HessianOperator):
         common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1, growth)
-        pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, on_step=report, **common)
+        pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, **common)
     else:
         block = default_block_size(rank) if growth is None else _GROWING_BLOCK
         common["max_vectors"] = _vectors_within(operator, rank, block, growth)
-        pairs = eigen.block_krylov(matrix, rank, block_size=block, on_step=report, **common)
+        pairs = eigen.block_krylov(matrix, rank, block_size=block, **common)
     if places is None:
         return pairs
     return embed(pairs, operator.problem.spaces, operator.problem.l2)
+
+
+class _TooLongError(Exception):
+    """The matrix will not be formed in time."""
+
+
+def _in_time(report: OnStep, size: int, deadline: Deadline) -> OnStep:
+    """A report of products, of `size` in all, that ends them where there is no time for them."""
+    started = time.monotonic()
+
+    def step(products: int, done: int) -> None:
+        report(products, done)
+        ahead = (time.monotonic() - started) * (size - products) / products
+        if products < size and deadline.is_over(ahead):
+            raise _TooLongError
+
+    return step
 
 
 class _Shared:

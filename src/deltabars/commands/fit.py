@@ -50,7 +50,7 @@ examples:
 _LAST_LAYER = "last-layer"
 _PLAIN = (
     "estimator", "tolerance", "likelihood", "solver", "seed", "memory_budget", "batch_size",
-    "residual_tolerance", "max_products", "smallest", "checkpoint",
+    "residual_tolerance", "max_products", "smallest", "max_seconds", "checkpoint",
 )  # fmt: skip
 
 
@@ -110,6 +110,12 @@ def register(commands: Any) -> None:
     add("--residual-tolerance", type=float, metavar="X", help="of the eigenpairs")
     add("--max-products", type=int, metavar="N", help="passes over the data a matrix at the most")
     add("--smallest", type=int, metavar="N", help="eigenvalues of the Hessian's lower end as well")
+    add(
+        "--max-seconds",
+        type=float,
+        metavar="S",
+        help="stop after so long with the pairs that there are",
+    )
     add(
         "--checkpoint",
         type=Path,

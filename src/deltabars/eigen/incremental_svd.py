@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.eigen.basis import completed
-from deltabars.eigen.krylov import OnStep
+from deltabars.eigen.krylov import OUT_OF_TIME, ROWS_LEFT, STOPPED, IsOver, OnStep
 from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
     DISCARDED,
@@ -35,6 +35,7 @@ def incremental_svd(
     centred: bool = False,
     on_step: OnStep | None = None,
     checkpoint: Checkpoint | None = None,
+    is_over: IsOver | None = None,
 ) -> EigenPairs:
     """The `rank` largest eigenpairs of scale·RᵀR + shift·I from one pass over blocks of rows R.
 
@@ -55,6 +56,9 @@ def incremental_svd(
         on_step: called with the rows done and 0.
         checkpoint: where the state is saved at intervals, and taken up where it was left: the rows
             that were done are read again and compared, and nothing is done with them.
+        is_over: asked between blocks. Where it says so, the state is saved, and of the rows that
+            are left only the sum of squares is taken, which counts as cut: the bounds hold. (Not
+            for a matrix by its own rows.)
 
     Cost: one pass; (rank + n)²·P operations a block, (2·rank + n)·P numbers.
     """
@@ -63,13 +67,13 @@ def incremental_svd(
         blocks = source.row_blocks()
         if space.ranks.count > 1:
             blocks = space.dealt(blocks, source.device, source.dtype)
-        state = _State.after(blocks, rank, centred, on_step, checkpoint, space)
+        state = _State.after(blocks, rank, centred, on_step, checkpoint, space, is_over)
         factor, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):
         return _of_matrix(source, rank, on_step, checkpoint, space)
     elif isinstance(source, Iterable):
-        state = _State.after(source, rank, centred, on_step, checkpoint, space)
-        factor, shift = 1.0 / state.count, 0.0
+        state = _State.after(source, rank, centred, on_step, checkpoint, space, is_over)
+        factor, shift = 1.0 / (state.count + state.left), 0.0
     else:
         raise BadValueError(
             "incremental_svd: expected an operator, a matrix or blocks of rows, got "
@@ -87,7 +91,7 @@ def _of_matrix(
     products = as_products(matrix)
     eye = torch.eye(products.shape[0], device=products.device, dtype=products.dtype)
     blocks = (products.matmat(block) for block in eye.split(max(rank, 16)))
-    state = _State.after(blocks, rank, False, on_step, checkpoint, space)
+    state = _State.after(blocks, rank, False, on_step, checkpoint, space, None)
     values = (products.matmat(state.vectors).double() * state.vectors.double()).sum(1)
     order = values.argsort(descending=True)
     lost = state.discarded**0.5
@@ -104,6 +108,7 @@ class _State:
     count: int  # of rows
     discarded: float  # the sum of the squared singular values cut
     space: Space
+    left: int = 0  # rows that were left out, and are in what was cut
 
     @classmethod
     def after(
@@ -114,10 +119,12 @@ class _State:
         on_step: OnStep | None,
         checkpoint: Checkpoint | None,
         space: Space,
+        is_over: IsOver | None,
     ) -> _State:
         """The state after one pass over blocks of rows."""
         state: _State | None = None
         course = _Pass(checkpoint, space)
+        is_stopped = False
         for raw in blocks:
             block = torch.as_tensor(raw).detach()
             if block.ndim != 2:
@@ -133,12 +140,18 @@ class _State:
             course.note(block)
             if course.is_behind:
                 continue
+            if is_stopped:
+                state = state.leave(block)
+                continue
             saved = course.take_up(state)
             state = saved if saved is not None else state.add(block, rank, centred)
             if on_step is not None:
                 on_step(state.count, 0)
             if saved is None:
                 course.save(state)
+                if is_over is not None and is_over():
+                    course.save(state, at_once=True)
+                    is_stopped = True
         course.check_end()
         if state is None:
             raise BadValueError("Rows: expected at least one block, got none.")
@@ -159,6 +172,15 @@ class _State:
         cut = float(strengths[rank:].double().square().sum())
         vectors = vectors[:rank].contiguous()
         return _State(strengths[:rank], vectors, mean, total, self.discarded + cut, self.space)
+
+    def leave(self, block: Tensor) -> _State:
+        """Count one more block (n, P) as cut.
+
+        The rows about any point, such as the mean so far, are above those about their own mean.
+        """
+        gap = (block - self.mean).double()
+        cut = float(self.space.sum_(gap.square().sum(1)).sum())
+        return replace(self, discarded=self.discarded + cut, left=self.left + len(block))
 
 
 class _Pass:
@@ -199,9 +221,9 @@ class _Pass:
         saved, self._saved = self._saved, None
         return None if saved is None else with_errors(_restored, saved, empty)
 
-    def save(self, state: _State) -> None:
+    def save(self, state: _State, at_once: bool = False) -> None:
         """Save the state, if it is time."""
-        if self._checkpoint is None or not self._checkpoint.is_due():
+        if self._checkpoint is None or not (at_once or self._checkpoint.is_due()):
             return
         numbers: dict[str, int | str] = {"count": state.count, "digest": self._digest}
         tensors = {
@@ -267,5 +289,6 @@ def _pairs(
             "rows": state.count,
             "centred": centred,
             DISCARDED: lost,
+            **({STOPPED: OUT_OF_TIME, ROWS_LEFT: state.left} if state.left else {}),
         },
     )

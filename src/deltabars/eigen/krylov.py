@@ -38,6 +38,11 @@ from deltabars.eigen.states import Checkpoint
 from deltabars.errors import BadValueError
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
+IsOver = Callable[[], bool]  # whether to stop now, with what there is
+
+STOPPED = "stopped_by"  # in statistics, where it was `is_over`
+OUT_OF_TIME = "max_seconds"
+ROWS_LEFT = "rows_left"  # that an incremental SVD has not taken in
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
@@ -56,6 +61,7 @@ def lanczos(
     growth: Growth | None = None,
     on_step: OnStep | None = None,
     checkpoint: Checkpoint | None = None,
+    is_over: IsOver | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by Lanczos with full reorthogonalisation.
 
@@ -78,6 +84,8 @@ def lanczos(
         on_step: called with the products done and the pairs converged.
         checkpoint: where the state is saved at intervals, and taken up where it was left: with
             the same operator and arguments, to the same bits on a CPU.
+        is_over: asked between steps. Where it says so, the largest pairs that have converged by
+            then are returned, at least one of them, and the state is saved.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
     and two blocks, the result included); m²P operations for m steps.
@@ -89,7 +97,7 @@ def lanczos(
         >>> [round(float(value), 6) for value in pairs.values]
         [100.0, 99.0, 98.0]
     """
-    limits = _Limits(tolerance, max_products, max_vectors, growth)
+    limits = _Limits(tolerance, max_products, max_vectors, growth, is_over)
     return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step, checkpoint)
 
 
@@ -106,6 +114,7 @@ def block_krylov(
     growth: Growth | None = None,
     on_step: OnStep | None = None,
     checkpoint: Checkpoint | None = None,
+    is_over: IsOver | None = None,
 ) -> EigenPairs:
     """The `rank` algebraically largest eigenpairs, by block Lanczos (block Krylov, Rayleigh-Ritz).
 
@@ -116,7 +125,7 @@ def block_krylov(
     size = block_size if block_size is not None else default_block_size(rank)
     if size < 1:
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    limits = _Limits(tolerance, max_products, max_vectors, growth)
+    limits = _Limits(tolerance, max_products, max_vectors, growth, is_over)
     return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step, checkpoint)
 
 
@@ -128,6 +137,7 @@ class _Limits:
     max_products: int | None
     max_vectors: int | None
     growth: Growth | None
+    is_over: IsOver | None
 
 
 def _solve(
@@ -164,9 +174,11 @@ def _solve(
             f"(the pairs and two blocks of {block_size}), got {room!r}."
         )
     course = Course(checkpoint, matrix, generator, limits.growth)
-    run = Run(matrix, generator, limit, budget, room, on_step, course, course.restarts)
+    run = Run(
+        matrix, generator, limit, budget, room, on_step, course, course.restarts, limits.is_over
+    )
     pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
-    if bool((pairs.residuals <= limit).all()):
+    if not run.is_stopped and bool((pairs.residuals <= limit).all()):
         pairs = with_missed_copies(run, pairs)
     statistics = {
         **pairs.statistics,
@@ -175,6 +187,7 @@ def _solve(
         "restarts": run.restarts,
         "converged": int((pairs.residuals <= limit).sum()),
         "tolerance": limit,
+        **({STOPPED: OUT_OF_TIME} if run.is_stopped else {}),
     }
     pairs = replace(pairs, statistics=statistics)
     warn_unconverged(pairs, limit)
@@ -193,6 +206,8 @@ class Run:
     on_step: OnStep | None
     course: Course
     restarts: int = 0
+    is_over: IsOver | None = None
+    is_stopped: bool = False  # by that
 
     def largest(
         self,
@@ -263,4 +278,13 @@ class Run:
                 self.on_step(self.matrix.products, converged)
             at = Position(block, norm, least, converged, next_check, self.restarts, patience)
             self.course.save(basis, projected, at)
+            if self.is_over is not None and self.is_over():
+                ritz = projected.ritz()
+                converged = min(ritz.leading(_MARGIN * self.tolerance), rank)
+                if converged:
+                    self.is_stopped = True
+                    self.course.save(basis, projected, at, at_once=True)
+                    if followed is not None:
+                        converged = followed.fewest(ritz, converged) or converged
+                    return found_pairs(basis, ritz, converged, least, self.tolerance)
             del at

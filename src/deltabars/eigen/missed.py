@@ -26,6 +26,7 @@ def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
     so what they show is there.
     """
     rank, course = len(pairs), run.course
+    run = replace(run, is_over=None)  # a few products, for pairs that are there in time
     beside = max(run.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
     while rank < run.matrix.shape[0]:
         search = replace(run, max_vectors=beside)

@@ -86,9 +86,9 @@ class Course:
             return None
         return with_errors(self._rebuild, state, basis, projected, followed, block_size)
 
-    def save(self, basis: Basis, projected: Projected, at: Position) -> None:
+    def save(self, basis: Basis, projected: Projected, at: Position, at_once: bool = False) -> None:
         """Save a search that is under way, if it is time."""
-        if self.checkpoint is None or not self.checkpoint.is_due():
+        if self.checkpoint is None or not (at_once or self.checkpoint.is_due()):
             return
         stage = f"search {self.copies if self.found is not None else 'first'}"
         numbers = {

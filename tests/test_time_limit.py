@@ -1,0 +1,209 @@
+"""max_seconds: a fit that stops in time, with pairs and bounds that hold, and can be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import deltabars
+from deltabars.checkpoints import CheckpointFolder
+from deltabars.cli import main
+from deltabars.eigen import block_krylov, incremental_svd, lanczos
+from deltabars.errors import BadValueError, ConvergenceWarning
+from tests import ranked
+from tests.stopping import LONGER, WAYS, differing, fit, subject
+
+AT_ONCE = 1e-9  # seconds
+OVER = "max_seconds"
+
+
+@cache
+def whole(estimator):
+    """All eigenpairs, by the dense matrix."""
+    return fit(estimator=estimator, rank=700, solver="dense")
+
+
+ALL = {way: WAYS[way] for way in ("lanczos", "restarted lanczos", "incremental")} | {
+    "ggn": {"estimator": "ggn", "rank": 40},
+    "auto": {"estimator": "ggn", "rank": "auto", "tolerance": 1e-6},
+    "auto sandwich": LONGER["auto sandwich"],
+}
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_it_stops_and_the_same_call_resumes_to_the_same_bits(way, tmp_path):
+    options = ALL[way]
+    folder, plain = tmp_path / "kept", fit(**options)
+    with pytest.warns(ConvergenceWarning, match="max_seconds"):
+        some = fit(folder, seconds=1e9, max_seconds=AT_ONCE, **options)
+    short = [name for name in some.spectra if some.diagnostics[name].get("stopped_by") == OVER]
+    assert short
+    for name in short:
+        assert 0 < len(some.spectra[name]) <= len(plain.spectra[name])
+    if options["rank"] == "auto":
+        assert some.diagnostics["rank"]["stopped_by"] == OVER
+    inputs = subject()[1][0]
+    assert bool(some.predict(inputs).std.isfinite().all())
+    found = fit(folder, seconds=1e9, **options)
+    assert differing(found, plain) == []
+    assert "stopped_by" not in found.diagnostics[next(iter(found.spectra))]
+
+
+def test_many_short_calls_end_where_one_long_one_does(tmp_path):
+    """Each call goes on for a step at least, so that any limit will do in the end."""
+    calls, options = 0, WAYS["ggn"] | {"rank": 8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        while True:
+            found = fit(tmp_path / "kept", seconds=1e9, max_seconds=AT_ONCE, **options)
+            calls += 1
+            if "stopped_by" not in found.diagnostics["ggn"]:
+                break
+    assert calls > 2
+    assert differing(found, fit(**options)) == []
+
+
+@pytest.mark.parametrize(
+    ("estimator", "solver"),
+    [("opg", "krylov"), ("ggn", "krylov"), ("hessian", "krylov"), ("opg", "incremental")],
+)
+def test_what_it_has_by_then_is_honest(estimator, solver):
+    """Whatever the moment: pairs that are pairs, and intervals with the exact value in them."""
+    inputs = subject()[1][0][:9]
+    exact = whole(estimator).predict(inputs).std
+    for seconds in (AT_ONCE, 0.04):
+        options = {"estimator": estimator, "rank": 60, "solver": solver, "batch_size": 7}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            some = fit(max_seconds=seconds, **options)
+        for name, pairs in some.spectra.items():
+            vectors = pairs.vectors
+            gap = vectors @ vectors.T - torch.eye(len(pairs), dtype=torch.float64)
+            assert float(gap.abs().max()) < 1e-9
+            matrix = whole(name).spectra[name]
+            there = (vectors @ matrix.vectors.T * matrix.values) @ matrix.vectors
+            rest = (there - pairs.values[:, None] * vectors).norm(dim=1)
+            allowed = pairs.residuals * pairs.values.clamp(min=1) + 1e-9
+            assert bool((rest <= allowed).all())
+        if estimator in ("opg", "ggn"):  # of H the interval supposes a tail above λ
+            out = some.predict(inputs)
+            assert bool((out.std_low <= exact * (1 + 1e-9)).all())
+            assert bool((exact <= out.std_high * (1 + 1e-9)).all())
+
+
+def after(steps):
+    """Over after so many times of asking."""
+    count = itertools.count(1)
+    return lambda: next(count) > steps
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 12, 1000])
+def test_solvers_keep_what_has_converged(steps):
+    values = 10 * 0.7 ** torch.arange(90, dtype=torch.float64) + 0.01
+    matrix = torch.linalg.qr(torch.randn(90, 90, dtype=torch.float64))[0]
+    matrix = matrix * values @ matrix.T
+    for pairs in (
+        lanczos(matrix, 12, is_over=after(steps)),
+        block_krylov(matrix, 12, block_size=4, is_over=after(steps)),
+    ):
+        assert 1 <= len(pairs) <= 12
+        torch.testing.assert_close(pairs.values, values[: len(pairs)], rtol=1e-9, atol=0)
+        stopped = pairs.statistics.get("stopped_by")
+        assert stopped == (OVER if steps < 6 else None) or steps == 12
+        assert len(pairs) == 12 or stopped
+    rows = list(torch.linalg.cholesky(matrix).T.split(9))
+    exact = torch.cat(rows).T @ torch.cat(rows) / 90
+    pairs = incremental_svd(rows, 6, is_over=after(steps))
+    gap = exact - (pairs.vectors.T * pairs.values) @ pairs.vectors
+    ends = torch.linalg.eigvalsh(gap)
+    assert float(ends[0]) > -1e-12
+    assert float(ends[-1]) <= pairs.slack * (1 + 1e-9)
+    assert pairs.statistics.get("rows_left", 0) == max(0, 90 - 9 * (steps + 1))
+
+
+class Slow(nn.Module):
+    """A network that takes its time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.layer, self.seconds = subject()[0], seconds
+
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"estimator": "ggn", "rank": 300, "solver": "auto", "memory_budget": 4_000_000},
+        {"estimator": "hessian", "rank": 100},
+        {"estimator": "sandwich", "rank": 100},
+    ],
+)
+def test_a_slow_network_is_stopped_in_time(options):
+    """Each takes several seconds without a limit."""
+    options = {"batch_size": 20, "memory_budget": 400_000, **options}
+    began = time.monotonic()
+    with pytest.warns(ConvergenceWarning, match="max_seconds"):
+        found = fit(model=Slow(0.01), max_seconds=0.4, **options)
+    assert time.monotonic() - began < 3.5  # on a machine that is busy with other things
+    assert found.rank >= 1
+    assert found.diagnostics["manifest"]["options"]["max_seconds"] == 0.4
+
+
+def test_enough_time_changes_nothing():
+    for way in ("lanczos", "ggn", "incremental", "auto"):
+        assert differing(fit(max_seconds=1e6, **WAYS[way]), fit(**WAYS[way])) == []
+    model, data = nn.Linear(4, 3).double(), (torch.randn(20, 4).double(), torch.arange(20) % 3)
+    dense = fit(model=model, data=data, solver="auto", rank=5, max_seconds=math.inf)
+    assert dense.diagnostics["opg"]["solver"] == "dense"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, "60", True])
+def test_refused(seconds):
+    with pytest.raises(BadValueError, match="max_seconds: expected a number above zero"):
+        fit(max_seconds=seconds, rank=5)
+    for solver in ("dense", "arpack"):
+        with pytest.raises(BadValueError, match=f"max_seconds: expected solver .* got '{solver}'"):
+            fit(max_seconds=60, rank=5, solver=solver)
+
+
+def test_ranks_stop_together(tmp_path):
+    """Though their clocks differ; a later call on one process resumes."""
+    model, data = subject()
+    options = {"l2": 0.05, "rank": 24, "progress": False, "solver": "krylov"}
+
+    def work(rank):
+        time.sleep(0.05 * rank)
+        found = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in ("ggn",):
+                kept = CheckpointFolder(tmp_path / name, 1e9)
+                some = deltabars.fit(
+                    model, data, estimator=name, max_seconds=0.1, checkpoint=kept, **options
+                )
+                found[name] = some.spectra[name].values, some.diagnostics[name].get("stopped_by")
+        return found
+
+    one, two = ranked.results(2, work, tmp_path / "ranks")
+    for name, (values, stopped) in one.items():
+        assert torch.equal(values, two[name][0])
+        assert stopped == two[name][1]
+        found = fit(tmp_path / name, estimator=name, rank=24)
+        plain = fit(estimator=name, rank=24)
+        torch.testing.assert_close(found.spectra[name].values, plain.spectra[name].values)
+
+
+def test_on_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "--max-seconds" in capsys.readouterr().out
