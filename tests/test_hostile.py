@@ -40,8 +40,8 @@ from deltabars.reading import ALWAYS, MOST_TIMES, open_plain, parse_json
 from deltabars.recipes.images import read_cifar10, read_idx
 from deltabars.runs import Run
 from deltabars.sources import NamedData, NamedModel
-from deltabars.sources.models import read_weights
 from deltabars.sources.pictures import Preparation
+from deltabars.sources.weights import read_weights
 from deltabars.writing import write_text
 from tests.hostile import Tried, every_truncation, in_child, mutated, subjects, try_all
 from tests.networks import dense

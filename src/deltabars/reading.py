@@ -6,15 +6,20 @@ import errno
 import json
 import os
 import stat
+import struct
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
+# A header of safetensors: so many bytes, or this part of its file.
+_HEADER, _PART = 4 << 20, 8
+_VALUES = 1 << 20  # of JSON, at most: each takes up to some hundred bytes of memory
 # What a packed file may unpack to: this many times its length, or this much in any case.
 MOST_TIMES = 100
 ALWAYS = 64 << 20
 
 
-def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file to read its bytes; pipes and devices, which may never end, are refused.
 
     Raises:
@@ -39,6 +44,19 @@ def length_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def read_outline(file: BinaryIO) -> tuple[int, bytes]:
+    """How long the header of a safetensors file says it is, and as much of it as there is.
+
+    Raises:
+        ValueError: it has no header, or one that is long beside what the file holds.
+    """
+    size, start = length_of(file), file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
+    if length is None or length > max(_HEADER, size // _PART):
+        raise ValueError("it has no header, or one that is far longer than its tensors need")
+    return length, file.read(length)
+
+
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a file, which may be a pipe.
 
@@ -57,8 +75,11 @@ def parse_json(text: str | bytes) -> Any:
     """What a text in JSON says.
 
     Raises:
-        ValueError: it is no JSON, has a key twice, or is nested too deeply.
+        ValueError: it is no JSON, has a key twice, is nested too deeply, or has too many values.
     """
+    raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    if sum(raw.count(mark) for mark in (b"[", b"{", b",")) > _VALUES:
+        raise ValueError(f"it has more than {_VALUES:,} values")
     try:
         return json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:

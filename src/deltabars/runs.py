@@ -141,7 +141,6 @@ class Run:
                 raise TypeError("outputs")
             if classes is not None and not _are_names(classes):
                 raise TypeError("classes")
-            _check_names(names, outputs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 f"{folder / _DESCRIPTION} is altered: it cannot be read "

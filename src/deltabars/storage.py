@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltabars.errors import CorruptFileError, FormatVersionError, StorageError, first_line
-from deltabars.reading import length_of, open_plain, parse_json
+from deltabars.reading import length_of, open_plain, parse_json, read_outline
 from deltabars.writing import write_whole
 
 # 2 has the scales of parameters with λs of their own; 3 eigenvectors that were rounded, or are in
 # several files, and is written only where that is so.
 FORMAT_VERSION, USUAL_VERSION = 3, 2
 _ENTRY = "deltabars"
-_LONGEST_HEADER = 64 << 20
 
 
 def write(
@@ -135,13 +133,11 @@ def _same(file: BinaryIO, source: Path) -> str:
 def _header(file: BinaryIO, source: Path) -> dict[str, Any]:
     try:
         size = length_of(file)
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
-        if length > _LONGEST_HEADER:
-            raise CorruptFileError(f"{source} is not a deltabars file.")
-        raw = file.read(min(length, size))
+        length, raw = read_outline(file)
     except OSError as error:
         raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CorruptFileError(f"{source} is not a deltabars file.") from error
     if len(raw) < length:
         raise CorruptFileError(f"{source} is truncated: it ends inside its header.")
     try:

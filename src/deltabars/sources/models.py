@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deltabars.errors import ModelError, first_line, shortened
-from deltabars.reading import check_unpacked, length_of, open_plain
+from deltabars.errors import ModelError, shortened
 from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
-
-_ZEROS = b"bytearray"
-_PICKLED = (".pt", ".pth")
-_INNER = ("state_dict", "model")  # where training scripts put the weights, beside other things
+from deltabars.sources.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -29,8 +22,8 @@ class NamedModel:
     Attributes:
         spec: `package.module:factory` or `path/to/file.py:factory`: a Module, or a class or
             function that makes one.
-        weights: a `.safetensors` file, or a state dict in a `.pt` or `.pth` file; None for the
-            weights that the factory gives.
+        weights: a `.safetensors` file, or a state dict in a file of torch.save, such as a
+            checkpoint of Lightning; None for the weights that the factory gives.
         arguments: keyword arguments of the factory.
     """
 
@@ -76,69 +69,6 @@ class NamedModel:
         """The same with whole paths, so that it holds in every folder."""
         weights = None if self.weights is None else str(Path(self.weights).absolute())
         return NamedModel(with_full_path(self.spec), weights, dict(self.arguments))
-
-
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a weights file by name, on the CPU. Reading it runs no code.
-
-    Raises:
-        ModelError: the file is missing, broken, of another kind, or holds no state dict.
-    """
-    source = Path(path)
-    if not os.path.isfile(source):  # also of a name that no file can have
-        raise ModelError(f"--weights: expected a file, got {source}, which does not exist.")
-    if source.suffix == ".safetensors":
-        try:
-            return load_file(source)
-        except Exception as error:  # whatever safetensors makes of bytes that are not its own
-            raise ModelError(
-                f"--weights: expected a safetensors file, got {source}, which is broken or is "
-                f"none ({first_line(error)})."
-            ) from error
-    if source.suffix not in _PICKLED:
-        raise ModelError(
-            f"--weights: expected a file that ends in .safetensors, .pt or .pth, got {source.name}."
-        )
-    try:
-        _check_pickle(source)
-        content = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch makes of bytes that are not its own
-        raise ModelError(
-            f"--weights: expected tensors alone in {source}, got a file that is broken or that "
-            "would run code when read. Save it with torch.save(model.state_dict(), …)."
-        ) from error
-    for key in _INNER:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
-    ):
-        raise ModelError(
-            f"--weights: expected a state dict in {source}, by itself or under 'state_dict' or "
-            f"'model', got a {type(content).__name__} of other things."
-        )
-    return dict(content)
-
-
-def _check_pickle(path: Path) -> None:
-    """Refuse what torch's reader takes, and what would take memory without bound.
-
-    Raises:
-        ValueError: an archive that unpacks to far more than its length, or a call of `bytearray`,
-            which makes as many zeros as a file asks for and which no state dict needs.
-    """
-    with open_plain(path) as file:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                members = archive.infolist()
-                check_unpacked(sum(member.file_size for member in members), length_of(file))
-                pickles = [member for member in members if member.filename.endswith(".pkl")]
-                found = any(_ZEROS in archive.read(member) for member in pickles)
-        else:
-            file.seek(0)
-            found = _ZEROS in file.read()
-    if found:
-        raise ValueError("it calls bytearray")
 
 
 def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
