@@ -58,8 +58,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             ) from error
     if source.suffix not in _PICKLED:
         raise ModelError(
-            "--weights: expected a .ckpt or .bin, or a file that ends in .safetensors, .pt or .pth, "
-            f"got {source.name}."
+            f"--weights: expected a .ckpt, a .bin, or a file that ends in .safetensors, .pt or "
+            f".pth, got {source.name}."
         )
     try:
         with open_plain(source) as file:
