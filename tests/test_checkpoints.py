@@ -339,12 +339,13 @@ class TestTwoProcesses:
             fit(half, **SOME)
         assert not differing(fit(half, **SOME), plain())
 
-    def test_the_workers_of_a_killed_process_are_waited_for(self, half):
-        """They hold what their parent held, until they see that it is gone."""
-        pid = holder(half, worker_seconds=1.0)
+    def test_the_workers_of_a_killed_process_do_not_keep_its_lock(self, half):
+        pid = holder(half, worker_seconds=12.0)
         os.kill(pid, signal.SIGKILL)
         end(pid)
+        began = time.monotonic()
         assert not differing(fit(half, **SOME), plain())
+        assert time.monotonic() - began < 8.0
 
     def test_many_at_once_do_not_spoil_it(self, half):
         """Of several at the same time some are refused; the folder stays whole."""

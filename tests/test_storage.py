@@ -6,9 +6,12 @@ import json
 import os
 import pickle
 import resource
+import signal
 import struct
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +24,14 @@ from deltabars.errors import (
     StorageError,
     WeightsMismatchError,
 )
+from deltabars.folders import write_whole_folder
 from deltabars.likelihoods import Categorical
+from deltabars.ranks import Ranks
+from deltabars.writing import write_text, write_whole
 from tests.conftest import cached_case
 from tests.networks import make_case
+from tests.stopping import end, start
+from tests.workshop import contents
 
 
 @pytest.fixture
@@ -222,3 +230,97 @@ def test_a_likelihood_of_ones_own_is_refused_at_once(dense_case, tmp_path):
 def test_saving_twice_gives_the_same_bytes(fit, path, tmp_path):
     fit.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o027)
+    yield 0o027
+    os.umask(before)
+
+
+def test_the_umask_says_who_may_read_files(fit, tmp_path, umask):
+    fit.save(tmp_path / "file")
+    fit.save(tmp_path / "folder", max_file_size=2000)
+    write_text(tmp_path / "text", "a")
+    for path in tmp_path.rglob("*"):
+        expected = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == expected & ~umask, path
+
+
+def killed_while_it_writes(path: Path, is_folder: bool) -> None:
+    """A process that is killed when its draft is half written."""
+    reader, writer = os.pipe()
+
+    def half(draft):
+        (draft / "part" if is_folder else draft).write_bytes(b"half")
+        os.write(writer, b"x")
+        time.sleep(60)
+
+    def write():
+        if is_folder:
+            write_whole_folder(path, half, Ranks(), replace=True)
+        else:
+            write_whole(path, half)
+
+    pid = start(write)
+    os.read(reader, 1)
+    os.kill(pid, signal.SIGKILL)
+    end(pid)
+    os.close(reader)
+    os.close(writer)
+
+
+def fill(draft: Path) -> None:
+    draft.joinpath("part").write_text("whole")
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path, is_folder):
+    path, theirs = tmp_path / "a", tmp_path / ".a.draft"
+    theirs.mkdir()
+    killed_while_it_writes(path, is_folder)
+    assert len(contents(tmp_path)) > 2
+    inside = []
+
+    def write_inside(draft):  # of another writer, who is at work
+        write_whole(path, lambda other: other.write_text("a"))
+        path.unlink()
+        inside.append(draft.exists())
+        draft.write_text("b")
+
+    if is_folder:
+        write_whole_folder(path, fill, Ranks(), replace=True)
+    else:
+        write_whole(path, write_inside)
+        assert inside == [True]
+    assert contents(tmp_path) == {".a.draft", "a"} | ({"a/part"} if is_folder else set())
+
+
+def test_a_folder_that_was_being_replaced_comes_back(tmp_path, monkeypatch):
+    """Its writer was killed when the old one was away and the new one was not there yet."""
+    path = tmp_path / "a"
+    write_whole_folder(path, fill, Ranks(), replace=False)
+
+    def replace():
+        moves, move = [], os.replace
+
+        def once(source, target):
+            moves.append(source)
+            if len(moves) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            move(source, target)
+
+        monkeypatch.setattr(os, "replace", once)
+        write_whole_folder(path, fill, Ranks(), replace=True)
+
+    assert end(start(replace)) == -signal.SIGKILL
+    assert not path.exists()
+
+    def fail(draft):
+        raise StorageError("No room.")
+
+    with pytest.raises(StorageError, match="No room"):
+        write_whole_folder(path, fail, Ranks(), replace=True)
+    assert (path / "part").read_text() == "whole"
+    assert contents(tmp_path) == {"a", "a/part"}

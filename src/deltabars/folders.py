@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from deltabars.errors import StorageError
+from deltabars.locking import turn
 from deltabars.ranks import Ranks
+from deltabars.writing import drafts_of, take_place
 
 
 def write_whole_folder(
@@ -28,38 +28,24 @@ def write_whole_folder(
         StorageError: it cannot be written.
     """
     folder = path.absolute()
-    own = ranks.agreed(secrets.token_hex(8))  # of this call alone
-    draft, former = (
-        folder.with_name(f".{folder.name[-50:]}.{own}.{kind}") for kind in ("draft", "former")
-    )
-    with ranks.together():
+    with ranks.together(), ExitStack() as stack:
         try:
+            drafts = stack.enter_context(drafts_of(folder)) if ranks.is_first else None
+            draft = ranks.agreed(drafts) / folder.name
             if ranks.is_first:
                 draft.mkdir()
             ranks.agreed(None)  # it is there
             writer(draft)
             ranks.gather(None)  # all parts of it are
-            if ranks.is_first:
-                if replace and os.path.lexists(folder):
-                    os.replace(folder, former)
+            if ranks.is_first and replace:
+                # After those who are adding to what is there.
+                with turn(folder) if folder.is_dir() else nullcontext():
+                    take_place(draft, folder)
+            elif ranks.is_first:
                 os.replace(draft, folder)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
             reason = error.strerror if isinstance(error, OSError) else None
             raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
         except StorageError as error:
             raise StorageError(str(error).replace(str(draft), str(folder))) from error
-        finally:
-            if ranks.is_first:
-                if os.path.lexists(former) and not os.path.lexists(folder):
-                    os.replace(former, folder)
-                shutil.rmtree(draft, ignore_errors=True)
-                _remove(former)
         ranks.agreed(None)  # the folder is in its place
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError, ValueError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)

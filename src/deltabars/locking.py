@@ -1,18 +1,24 @@
-"""One process at a time in a folder."""
+"""One process at a time in a folder.
+
+The system takes a lock back when its process ends, however it does. A lock belongs to an open file,
+which the processes that are forked meanwhile would share, and keep: so they close it at once.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from deltabars.errors import CheckpointInUseError, StorageError
 
-_PATIENCE = 10.0  # seconds: workers of a killed process live on for five
-_PAUSE = 0.1
+if sys.platform == "win32":  # where files in use cannot be replaced anyway
+    fcntl: Any = None
+else:
+    import fcntl
 
 
 @contextmanager
@@ -23,7 +29,7 @@ def locked(
     user: str = "fit",
     error: type[StorageError] = CheckpointInUseError,
 ) -> Iterator[None]:
-    """Hold a folder's lock, which the system takes back when the process ends, however it does.
+    """Hold a folder's lock.
 
     Args:
         folder: that one process at a time may use.
@@ -35,15 +41,16 @@ def locked(
         StorageError: the folder cannot be written to.
     """
     try:
-        handle = os.open(folder / file, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+        handle = _opened(folder / file, os.O_RDWR | os.O_CREAT | _NO_LINK)
     except OSError as failure:
         raise StorageError(
             f"{what}: expected a folder that can be written to, got {folder} "
             f"({failure.strerror or failure})."
         ) from failure
     try:
-        owner = _take(handle)
-        if owner is not None:
+        if not _taken(handle):
+            text = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
+            owner = f"process {text}" if text.isdecimal() else "another process"
             raise error(
                 f"{what}: expected a folder that no other {user} uses, got {folder}, which "
                 f"{owner} is using. Wait for it to end, or give another folder."
@@ -52,7 +59,23 @@ def locked(
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        os.close(handle)
+        release(handle)
+
+
+def claimed(folder: Path) -> int | None:
+    """The lock of a folder itself, to be released; None where another process has it.
+
+    So it is where the system has no such locks, and nobody can know whether one has it.
+    """
+    try:
+        handle = _opened(folder, os.O_RDONLY | _FOLDER | _NO_LINK)
+    except OSError:
+        return None
+    with suppress(OSError):  # it may have been removed by whoever had it
+        if _taken(handle, otherwise=False) and os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle
+    release(handle)
+    return None
 
 
 @contextmanager
@@ -61,50 +84,51 @@ def turn(folder: Path) -> Iterator[None]:
 
     Where the system has no locks of folders (Windows, some disks of a network), nobody waits.
     """
-    handle = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+    if fcntl is None:
+        yield
+        return
+    handle = _opened(folder, os.O_RDONLY)
     try:
-        if handle is not None and sys.platform != "win32":
-            import fcntl
-
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        if handle is not None:
-            os.close(handle)
+        release(handle)
 
 
-def _take(handle: int) -> str | None:
-    """Take the lock; who has it, if it cannot be had."""
-    if sys.platform == "win32":  # where files in use cannot be replaced anyway
-        return None
-    import fcntl
-
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
-        except OSError:
-            owner = _owner(handle)
-            if (owner is None or _is_alive(owner)) or time.monotonic() > until:
-                return "another process" if owner is None else f"process {owner}"
-        time.sleep(_PAUSE)
+def release(handle: int) -> None:
+    """Give a lock back."""
+    if handle in _HELD:  # not so in a process that was forked meanwhile
+        _HELD.remove(handle)
+        os.close(handle)
 
 
-def _owner(handle: int) -> int | None:
-    text = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
-    return int(text) if text.isdecimal() else None
+def _opened(path: Path, how: int) -> int:
+    handle = os.open(path, how, 0o666)
+    _HELD.add(handle)
+    return handle
 
 
-def _is_alive(pid: int) -> bool:
+def _taken(handle: int, otherwise: bool = True) -> bool:
+    """Whether the lock of an open file could be had; `otherwise` where there are none."""
+    if fcntl is None:
+        return otherwise
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     except OSError:
-        pass
+        return otherwise
     return True
 
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+def _close_all() -> None:
+    for handle in _HELD:
+        os.close(handle)
+    _HELD.clear()
+
+
+_HELD: set[int] = set()
+_NO_LINK, _FOLDER = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_DIRECTORY", 0)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)

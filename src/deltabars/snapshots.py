@@ -29,6 +29,7 @@ from deltabars.errors import (
     FormatVersionError,
     StorageError,
 )
+from deltabars.writing import remove_left
 
 _NAME = re.compile(r"(state|rows)-(\d{8,16})\.safetensors")
 _DRAFT = re.compile(rf"draft-[0-9a-f]+-{_NAME.pattern}")
@@ -80,7 +81,8 @@ class Snapshots:
         self._states: dict[str, set[str]] = {}  # those to be kept: their files of rows
         self._number = max((number for _, number, _ in self._files()), default=0)
         self.written = 0
-        for path in folder.iterdir():
+        remove_left(folder)
+        for path in folder.iterdir():  # of versions up to 0.5
             if _DRAFT.fullmatch(path.name):
                 _remove(path)
 

@@ -84,12 +84,8 @@ def check_ending(path: Path, option: str = "--out") -> None:
         pyarrow()
 
 
-def write_table(
-    path: str | Path, parts: Iterable[Columns], *, draft_prefix: str = "draft-"
-) -> None:
+def write_table(path: str | Path, parts: Iterable[Columns]) -> None:
     """Write a table, a part at a time, whole or not at all; the name's ending says the format.
-
-    `draft_prefix` is how the name of a file begins that is not whole yet.
 
     Raises:
         BadValueError: the name ends otherwise.
@@ -99,7 +95,7 @@ def write_table(
     check_ending(target)
     writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}
     writer = writers[target.suffix.lower()]
-    write_whole(target, lambda draft: writer(draft, parts), draft_prefix=draft_prefix)
+    write_whole(target, lambda draft: writer(draft, parts))
 
 
 def plain_rows(columns: Columns) -> list[dict[str, Any]]:

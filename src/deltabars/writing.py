@@ -2,52 +2,125 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import secrets
-from collections.abc import Callable
-from contextlib import suppress
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltabars.errors import StorageError
+from deltabars.locking import claimed, release
+
+_FORMER = "former"
+_DRAFTS = re.compile(r"\..*\.deltabars-\d+")
 
 
-def write_whole(
-    path: Path, writer: Callable[[Path], object], *, draft_prefix: str = "draft-"
-) -> None:
+@contextmanager
+def drafts_of(path: Path) -> Iterator[Path]:
+    """A hidden folder beside a path, for what is to take its place; afterwards it is removed.
+
+    It is locked. So those of other writers who are at work can be told from those that killed ones
+    have left, which are removed.
+    """
+    names = (f".{path.name[-50:]}.deltabars-{number}" for number in itertools.count())
+    folders = (path.with_name(name) for name in names)
+    for folder in folders:
+        try:
+            folder.mkdir()
+            lock = claimed(folder)
+            break
+        except FileExistsError:
+            lock = claimed(folder)
+            if lock is not None:
+                _clear(folder, path)
+                break
+    try:
+        for other in itertools.takewhile(os.path.lexists, folders):
+            _remove_left(other, path)
+        yield folder
+    finally:
+        _clear(folder, path)
+        with suppress(OSError):
+            folder.rmdir()
+        if lock is not None:
+            release(lock)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove what killed writers have left in a folder, whatever the file was that they wrote."""
+    for path in folder.iterdir():
+        if is_draft(path.name):
+            _remove_left(path, None)
+
+
+def is_draft(name: str) -> bool:
+    """Whether a folder of drafts has such a name."""
+    return _DRAFTS.fullmatch(name) is not None
+
+
+def take_place(draft: Path, path: Path) -> None:
+    """Put a folder from `drafts_of` a path where another one may be, which is removed."""
+    former = draft.parent / _FORMER / path.name
+    if os.path.lexists(path):
+        former.parent.mkdir()
+        os.replace(path, former)
+    os.replace(draft, path)
+
+
+def _remove_left(folder: Path, path: Path | None) -> None:
+    lock = claimed(folder)
+    if lock is not None:
+        _clear(folder, path)
+        with suppress(OSError):
+            folder.rmdir()
+        release(lock)
+
+
+def _clear(folder: Path, path: Path | None) -> None:
+    """Empty a folder of drafts; what was in the place of a path, which is not there, goes back."""
+    if path is not None and not os.path.lexists(path):
+        with suppress(OSError):
+            os.replace(folder / _FORMER / path.name, path)
+    with suppress(OSError):
+        for left in folder.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     """Write a file whole or not at all: to a draft beside it, which then takes its place.
 
     Args:
         path: the file.
         writer: writes to the path that it is given, which ends as `path` does.
-        draft_prefix: how the draft's name begins.
 
     Raises:
         StorageError: the file cannot be written.
     """
     if "\0" in str(path):
         raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
-    # Of a name that no other process or thread has, and that nobody can have put a link at.
-    draft = path.with_name(f"{draft_prefix}{secrets.token_hex(8)}-{path.name[-50:]}")
     try:
-        draft.touch(exist_ok=False)
-        writer(draft)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
-        os.replace(draft, path)
+        with drafts_of(path) as folder:
+            draft = folder / path.name
+            draft.touch(exist_ok=False)
+            mode = draft.stat().st_mode  # as the umask has it, which not all libraries heed
+            writer(draft)
+            os.chmod(draft, mode)
+            with draft.open("rb") as file:
+                # Or a power cut may leave the new name with nothing behind it.
+                os.fsync(file.fileno())
+            os.replace(draft, path)
     except OSError as error:
         raise StorageError(f"Cannot write {path}: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, draft_prefix: str = "draft-") -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
-    write_whole(
-        path,
-        lambda draft: draft.write_text(text + "\n", encoding="utf-8"),
-        draft_prefix=draft_prefix,
-    )
+    write_whole(path, lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
 
 
 def check_can_write(path: Path, option: str) -> None:

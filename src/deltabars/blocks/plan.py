@@ -3,7 +3,7 @@
 FOLDER/inputs-000000010000.parquet    the block that begins with input 10,000
 FOLDER/_plan.json                     of which fit, data and options, from the beginning on
 FOLDER/_manifest.json                 the same and all blocks, when all are there
-FOLDER/_lock, FOLDER/_draft-…         one launch at a time; blocks that are not whole yet
+FOLDER/_lock                         one launch at a time
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from deltabars.locking import locked
 from deltabars.reading import parse_json, read_start
 from deltabars.sources.source import fingerprint_of
 from deltabars.tables import pyarrow
-from deltabars.writing import check_parent, write_text
+from deltabars.writing import check_parent, is_draft, remove_left, write_text
 
-PLAN, MANIFEST, LOCK, DRAFT = "_plan.json", "_manifest.json", "_lock", "_draft-"
+PLAN, MANIFEST, LOCK = "_plan.json", "_manifest.json", "_lock"
 _FORMAT = 1
 _MOST = 1 << 28  # bytes of a description
 _BLOCK = re.compile(r"inputs-(\d{12})\.parquet")
-_DRAFTS = re.compile(rf"{DRAFT}[0-9a-f]{{16}}-({_BLOCK.pattern}|{PLAN}|{MANIFEST})")
+_DRAFTS = re.compile(rf"_draft-[0-9a-f]{{16}}-({_BLOCK.pattern}|{PLAN}|{MANIFEST})")
 _SAID = {"fit": "another fit", "data": "other data", "asked": "other options"}
 
 
@@ -110,7 +110,8 @@ def held(folder: Path) -> Iterator[None]:
         raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
     _check_own(folder)
     with locked(folder, LOCK, "folder", "predictions", StorageError):
-        for path in folder.iterdir():
+        remove_left(folder)
+        for path in folder.iterdir():  # of versions up to 0.5
             if _DRAFTS.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
@@ -124,7 +125,7 @@ def begin(folder: Path, plan: Plan, *, any_size: bool) -> Plan:
     """
     there = read_plan(folder)
     if there is None:
-        write_text(folder / PLAN, json.dumps(plan.described(), indent=1), draft_prefix=DRAFT)
+        write_text(folder / PLAN, json.dumps(plan.described(), indent=1))
         return plan
     same_size = Plan(plan.fit, plan.data, plan.asked, there.block_size) if any_size else plan
     same_size.check_same(there, folder)
@@ -191,14 +192,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Say that all is there."""
-    write_text(folder / MANIFEST, json.dumps(content, indent=1), draft_prefix=DRAFT)
+    write_text(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def _check_own(folder: Path) -> None:
     if (folder / PLAN).exists():
         return
     others = [
-        entry for entry in os.listdir(folder) if entry != LOCK and not _DRAFTS.fullmatch(entry)
+        entry
+        for entry in os.listdir(folder)
+        if entry != LOCK and not is_draft(entry) and not _DRAFTS.fullmatch(entry)
     ]
     if others:
         raise StorageError(

@@ -14,7 +14,6 @@ from deltabars.batches import Batch
 from deltabars.blocks.inputs import Inputs
 from deltabars.blocks.looking import Look, look_at, summary
 from deltabars.blocks.plan import (
-    DRAFT,
     MANIFEST,
     Plan,
     block_name,
@@ -151,7 +150,7 @@ class Work:
                 rows += len(batch)
                 bar.show(number * size + rows)
 
-        write_table(self.folder / block_name(start), parts(), draft_prefix=DRAFT)
+        write_table(self.folder / block_name(start), parts())
         return rows
 
     def _columns(self, batch: Batch, start: int) -> Columns:
