@@ -350,7 +350,7 @@ class TestProcesses:
 
     def test_a_fork_while_another_thread_predicts(self):
         case = make_case("dense")
-        fit, inside, leave = fit_of(case), threading.Event(), threading.Event()
+        inside, leave = threading.Event(), threading.Event()
         parent = os.getpid()
 
         def wait(module, arguments):
@@ -358,8 +358,9 @@ class TestProcesses:
                 inside.set()
                 leave.wait(20)
 
-        here = fit.predict(case.unseen).std
         handle = case.model.register_forward_pre_hook(wait)
+        fit = fit_of(case)
+        here = fit.predict(case.unseen).std
         thread = threading.Thread(target=fit.predict, args=(case.unseen,))
         thread.start()
         assert inside.wait(20)

@@ -254,4 +254,4 @@ def test_a_compiled_model():
     model = seeded(nearly_silent)
     problem = Problem(torch.compile(model, backend="eager"), (randn(7, 5), labels()), l2=L2)
     check_products(problem, Oracle(model, randn(7, 5), labels(), L2))
-    assert left_out(problem, "_orig_mod.0.weight", [1, 3]) == [1, 3]
+    assert left_out(problem, "0.weight", [1, 3]) == [1, 3]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 # What is done to each channel by itself, and keeps zeros zero.
-DROPOUTS = {F.dropout, F.dropout2d}
+DROPOUTS = {F.dropout, F.dropout2d, torch.clone, Tensor.clone}
 POOLINGS = {torch.max_pool2d, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
 RESHAPES = {torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape}
 _FACTS = (int, str, torch.dtype, torch.device, torch.layout)

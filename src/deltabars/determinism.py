@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltabars.turns import Shared, Turns
 
@@ -46,6 +50,28 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 _deterministic = Shared(_deterministic_algorithms)
 _TURNS = Turns()
+
+
+def draws_numbers(work: Callable[[], Any]) -> bool:
+    """Whether a call draws random numbers, from torch or from NumPy's or Python's own state."""
+    before, kind = _python_numbers(), cast(Any, _Draws)
+    with kind() as mode:
+        work()
+    return bool(mode.any) or before != _python_numbers()
+
+
+class _Draws(TorchDispatchMode):
+    any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _python_numbers() -> tuple[Any, ...]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:

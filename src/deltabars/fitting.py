@@ -21,7 +21,6 @@ from deltabars.growing import Probe, is_automatic
 from deltabars.identity import identity_of
 from deltabars.likelihoods import Likelihood
 from deltabars.manifest import manifest
-from deltabars.network import fingerprint
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
 from deltabars.plain import plain_model
@@ -208,7 +207,7 @@ def fit(
                 deterministic=deterministic,
                 on_progress=bar.show,
             )
-        weights = fingerprint(model)
+        weights = problem.network.weights
         if not same_everywhere(ranks, weights):
             raise ModelError(
                 "Model: expected the same weights on every rank, got different ones. Load them "

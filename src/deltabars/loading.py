@@ -28,7 +28,7 @@ from deltabars.likelihoods.named import from_description
 from deltabars.memory import CHUNK, resolve_budget, share
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
-from deltabars.plain import plain_model
+from deltabars.plain import as_written, plain_model
 from deltabars.saving import OVERLAP, SMALL
 from deltabars.vectors import Part, PartedVectors, whole
 
@@ -80,7 +80,7 @@ def load(
     try:
         check_header(header)
         space = ParameterSpace(
-            tuple(entry["name"] for entry in header["parameters"]),
+            tuple(as_written(entry["name"]) for entry in header["parameters"]),
             tuple(tuple(entry["shape"]) for entry in header["parameters"]),
         )
         dtype = _DTYPES[header["dtype"]]
@@ -180,7 +180,7 @@ def _signature(raw: dict[str, Any]) -> Signature:
 def _check_model(
     path: Any, model: torch.nn.Module, space: ParameterSpace, weights: str | None
 ) -> None:
-    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    shapes = {as_written(name): tuple(value.shape) for name, value in model.named_parameters()}
     for name, shape in zip(space.names, space.shapes, strict=True):
         if shapes.get(name) != shape:
             raise WeightsMismatchError(

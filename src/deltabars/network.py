@@ -1,17 +1,20 @@
 """A model at its trained point, as a pure function of a chosen subset of its parameters.
 
-The user's module is only ever *called*, with copies of its parameters and buffers
-(`torch.func.functional_call`), and its training flags are put back after each use.
+It is computed with a private copy of the user's module (see `private`), called with copies of its
+parameters and buffers (`torch.func.functional_call`). Where there can be none, the module itself is
+called, and everything about it is put back after each use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,19 +22,28 @@ import torch
 from torch import Tensor
 
 from deltabars.definitions import AsDefined
-from deltabars.determinism import same_bits
-from deltabars.errors import BadValueError, ModelError
+from deltabars.determinism import draws_numbers, same_bits
+from deltabars.errors import BadValueError, ModelError, ModelWarning, first_line
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.parameters import ParameterSpace, Selection
-from deltabars.plain import plain_model
+from deltabars.plain import as_written, plain_model
 from deltabars.precision import full_precision, working_dtype
+from deltabars.private import Seen, named_state, private_copy
 from deltabars.turns import Shared, Turns
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The outputs z of a model, as a function of `parameters` around the trained values ω̂."""
+    """The outputs z of a model, as a function of `parameters` around the trained values ω̂.
+
+    Attributes:
+        model: a private copy of the user's module; the module itself where there can be none.
+        weights: the fingerprint of the module's state.
+        given: the module itself, as long as the copy is not tried out (see `settled`).
+        held: names of parameters and buffers that the forward pass reaches not through their
+            modules alone, but through a list or a closure, say.
+    """
 
     model: torch.nn.Module
     parameters: ParameterSpace
@@ -42,6 +54,10 @@ class Network:
     # By parameter: derivatives are by ω/scale, that is, times the scale; empty for plain ones.
     scales: Mapping[str, float] = field(default_factory=dict)
     deterministic: bool = False  # whether a GPU is to give the same bits each time
+    weights: str = ""
+    given: torch.nn.Module | None = None
+    is_private: bool = True
+    held: frozenset[str] = frozenset()
 
     @classmethod
     def capture(
@@ -65,14 +81,15 @@ class Network:
                 if isinstance(selection, ParameterSpace)
                 else ParameterSpace.select(model, selection)
             )
-            state = dict(model.named_parameters()) | dict(model.named_buffers())
+            state = named_state(model)
             devices = {value.device for value in state.values()}
             if device is None and len(devices) > 1:
                 raise ModelError(
                     f"Expected a model on one device, got {sorted(map(str, devices))}. "
                     "Move it with model.to(…), or name the device to compute on with device=."
                 )
-            kind = working_dtype(state[space.names[0]].dtype, dtype)
+            own = state[space.names[0]].dtype
+            kind = working_dtype(own, dtype)
             try:
                 place = torch.device(device) if device is not None else next(iter(devices))
                 with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
@@ -87,7 +104,12 @@ class Network:
                     f"device: expected one that torch has here, got {device!r} "
                     f"({str(error).splitlines()[0]})."
                 ) from error
-            weights = [name for name, _ in model.named_parameters()]
+            weights = [as_written(name) for name, _ in model.named_parameters()]
+            digest = fingerprint(model)
+            try:
+                private = private_copy(model, copies, own)
+            except Exception:  # of the user's own; what is wrong is seen when it is called
+                private = model
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -96,7 +118,89 @@ class Network:
             )
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
-        return cls(model, space, trained, copies, place, kind, deterministic=deterministic)
+        return cls(
+            private,
+            space,
+            trained,
+            copies,
+            place,
+            kind,
+            deterministic=deterministic,
+            weights=digest,
+            given=model,
+        )
+
+    def settled(self, inputs: Inputs) -> Network:
+        """The same with a private copy that some inputs have shown to be one; or with none.
+
+        A copy is none where it fails, uses tensors of the model itself, or computes something else.
+        """
+        given = self.given
+        if given is None:
+            return self
+        named = {id(value): name for name, value in named_state(given).items()}
+        own = {id(value): f"own {name}" for name, value in named_state(self.model).items()}
+        seen = Seen(named | own)
+        problem = ""
+        try:
+            with self.evaluation(), seen:
+                outputs = self.outputs(self.trained, inputs)
+        except Exception as error:
+            if ran_out(error):
+                raise
+            problem = f"a copy fails ({type(error).__name__}: {first_line(error)})"
+        held = {name for name in seen.names if not name.startswith("own ")}
+        if held or self.model is given:
+            problem = f"it refers to {min(held)} from elsewhere" if held else "it has no copy"
+        elif not problem and self._is_another(given, inputs, outputs):
+            problem = "a copy computes something else"
+        if not problem:
+            held = {name.removeprefix("own ") for name in seen.names}
+            return replace(self, given=None, held=frozenset(held))
+        result = replace(self, given=None, model=given, is_private=False, held=frozenset(held))
+        with result.evaluation():
+            result.outputs(self.trained, inputs)  # errors of the model come before the warning
+        warnings.warn(
+            f"Model: expected one that can be copied, got one that cannot ({problem}). It is "
+            "called itself: no other thread may call it while a fit or a prediction runs, and its "
+            "parameters must keep their names.",
+            ModelWarning,
+            stacklevel=4,
+        )
+        return result
+
+    def _is_another(self, given: torch.nn.Module, inputs: Inputs, outputs: Tensor) -> bool:
+        """Whether the model itself has other outputs; not known where it would be altered."""
+        state, copies = named_state(given), {**self.constants, **self.trained}
+        unlike = any(module.training for module in given.modules()) or any(
+            (value.device, value.dtype) != (copies[name].device, copies[name].dtype)
+            or not torch.equal(value.detach(), copies[name])
+            for name, value in state.items()
+        )
+        if unlike:
+            return False
+        args, kwargs = _arguments(inputs)
+        with _TURNS.at(given), self.evaluation(), AsDefined():
+            found = _logits(given(*args, **kwargs))
+            return not same_outputs(found, outputs) and not self.is_random(inputs)
+
+    def is_random(self, inputs: Inputs) -> bool:
+        """Whether the same inputs give different outputs from pass to pass.
+
+        A pass that draws random numbers is suspected, and repeated far more often, so that what
+        happens in a few passes of a hundred is seen. Cost: up to `_PASSES` on two inputs, for as
+        long as `_SECONDS`.
+        """
+        few = map_leaves(lambda leaf: leaf[:2], inputs)
+        suspected = draws_numbers(lambda: self.outputs(self.trained, few))
+        first, started = self.outputs(self.trained, few), time.perf_counter()
+        for _ in range(_PASSES[suspected]):
+            if not same_outputs(self.outputs(self.trained, few), first):
+                return True
+            if time.perf_counter() - started > _SECONDS[suspected]:
+                break
+        whole = self.outputs(self.trained, inputs)
+        return not same_outputs(self.outputs(self.trained, inputs), whole)
 
     @property
     def point(self) -> Tensor:
@@ -117,16 +221,15 @@ class Network:
 
     def outputs(self, trained: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """The outputs z (B, C) at the parameters `trained`; differentiable in them."""
-        args: tuple[Tensor, ...] = ()
-        kwargs: dict[str, Tensor] = {}
-        if isinstance(inputs, dict):
-            kwargs = inputs
-        else:
-            args = inputs if isinstance(inputs, tuple) else (inputs,)
         state = {**self.constants, **trained}
-        with AsDefined():
-            result = torch.func.functional_call(self.model, state, args, kwargs)
-        return _logits(result)
+        held = {}
+        if self.held:
+            own = named_state(self.model)
+            held = {id(own[name]): state[name] for name in self.held}
+        if not self.is_private:  # of which parts may be compiled
+            state = {name: state[as_written(name)] for name in _names(self.model)}
+        with AsDefined(held):
+            return _logits(torch.func.functional_call(self.model, state, *_arguments(inputs)))
 
     def one_output(self, trained: Mapping[str, Tensor], example: Inputs) -> Tensor:
         """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
@@ -199,11 +302,27 @@ class Network:
     def evaluation(self) -> Iterator[None]:
         """Compute in eval mode and full precision; everything is as before afterwards.
 
-        Another thread waits until this one is done with the model, whose flags, hooks and
-        parameters are others in the meantime.
+        Another thread waits until this one is done with the model, whose parameters are others in
+        the meantime; where it is the user's, its flags and hooks as well.
+
+        Raises:
+            ModelError: it is the user's, and its parameters have other names than at the fit.
         """
         with _TURNS.at(self.model):
+            self._check_names()
             yield from self._evaluation()
+
+    def _check_names(self) -> None:
+        if self.is_private:
+            return
+        expected = {*self.trained, *self.constants}
+        found = {as_written(name) for name in _names(self.model)}
+        if found != expected:
+            raise ModelError(
+                "Model: the model's parameters were renamed since the fit: missing "
+                f"{_some(expected - found)}; new {_some(found - expected)}. Bring it back to what "
+                "it was, or fit again."
+            )
 
     def _evaluation(self) -> Iterator[None]:
         training = [module for module in self.model.modules() if module.training]
@@ -229,7 +348,35 @@ class Network:
 
 
 _TURNS = Turns()
+_ROUNDING = 100  # units in the last place of the largest output
+# Of passes that draw no random numbers, and of those that do.
+_PASSES, _SECONDS = (60, 400), (0.05, 4.0)
 _AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
+
+
+def _names(model: torch.nn.Module) -> list[str]:
+    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "") or "none"
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The arguments of a forward pass, in tensors that it may change."""
+    own = map_leaves(torch.clone, inputs)
+    if isinstance(own, dict):
+        return (), own
+    return (own if isinstance(own, tuple) else (own,)), {}
+
+
+def same_outputs(a: Tensor, b: Tensor) -> bool:
+    """Whether outputs are the same but for rounding, NaN counted as a value."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    scale = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
+    near = (a - b).abs() <= _ROUNDING * torch.finfo(b.dtype).eps * scale
+    return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
 def weighted_sum(outputs: Tensor) -> Tensor:
@@ -256,7 +403,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     """A digest of a model's whole state: names, shapes, types and values."""
     digest = hashlib.blake2b(digest_size=16)
     with _TURNS.at(model):
-        state = model.state_dict()
+        state = {as_written(name): value for name, value in model.state_dict().items()}
     for name, value in sorted(state.items()):
         if not isinstance(value, Tensor):
             continue

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ModelError
+from deltabars.plain import as_written
 
 Predicate = Callable[..., bool]
 
@@ -27,7 +28,7 @@ class LastLayer:
         last: list[str] = []
         for prefix, module in model.named_modules():
             own = [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)]
-            last = own or last
+            last = [as_written(name) for name in own] or last
         if not last:
             raise ModelError("Expected a model with parameters, got one without any.")
         return last
@@ -91,7 +92,7 @@ class ParameterSpace:
             ModelError: the model has no parameters, or a selected one is frozen.
             BadValueError: a pattern or a predicate selects nothing.
         """
-        parameters = dict(model.named_parameters())
+        parameters = {as_written(name): value for name, value in model.named_parameters()}
         if not parameters:
             raise ModelError("Expected a model with parameters, got one without any.")
         chosen = _chosen_names(model, parameters, selection)
@@ -110,11 +111,14 @@ class ParameterSpace:
         return torch.cat([tensors[name].flatten(batch_dims) for name in self.names], dim=-1)
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Split a tensor (…, P) into named tensors (…, *shape)."""
+        """Split a tensor (…, P) into named tensors (…, *shape), each with memory of its own.
+
+        Views would begin anywhere in the vector, which `torch.view_as_complex` does not support.
+        """
         batch = vector.shape[:-1]
         parts = vector.split(self.sizes, dim=-1)
         return {
-            name: part.reshape((*batch, *shape))
+            name: part.reshape((*batch, *shape)).clone(memory_format=torch.contiguous_format)
             for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
         }
 
@@ -163,9 +167,10 @@ def _by_patterns(
     model: torch.nn.Module, parameters: Mapping[str, Tensor], patterns: Sequence[str]
 ) -> set[str]:
     first_name = {id(value): name for name, value in parameters.items()}
-    aliases = dict(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    aliases = {as_written(name): value for name, value in named}
     chosen: set[str] = set()
-    for pattern in patterns:
+    for pattern in map(as_written, patterns):
         matched = [name for name in aliases if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             close = difflib.get_close_matches(pattern, list(aliases), n=3) or list(aliases)
