@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
@@ -12,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import deltabars
 from deltabars.cli import main
+<<<<<<< HEAD
 from deltabars.errors import (
     DataError,
     DataWarning,
@@ -22,8 +25,12 @@ from deltabars.errors import (
     StorageError,
     printable,
 )
+=======
+from deltabars.likelihoods import Gaussian
+>>>>>>> f4b0909 (commands: refuse a fit without trained weights; take the losses of a training)
 from deltabars.ranking import ranked
 from deltabars.runs import Run
+from tests.scans import only_line
 from tests.workshop import L2, RANK, TEST, contents
 
 MANY = """\
@@ -51,6 +58,14 @@ def own_run(workshop, tmp_path):
     for name in ("fit.deltabars", "run.json"):
         shutil.copy(workshop.run / name, run)
     return run
+
+
+def ended(*arguments: object) -> int:
+    """The exit code of a command, of wrong usage too."""
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as end:
+        return end.code
 
 
 def result(capsys, *arguments: object) -> dict:
@@ -160,6 +175,184 @@ class TestFit:
         )
 
 
+LINE = """\
+import torch
+
+x = torch.linspace(-1, 1, 80)[:, None]
+y = 2 * x + 0.3 * torch.randn(80, 1, generator=torch.Generator().manual_seed(0))
+numbers, answers, few = (x, y), (x, (y > 0).float()), (x, (y[:, 0] > 0).long())
+
+
+def line(outputs=1):
+    model = torch.nn.Linear(1, outputs)
+    torch.nn.init.constant_(model.bias, 0.1)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(2, -2, outputs)[:, None])
+    return model
+"""
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+class TestLosses:
+    """The losses of a training by options, beside torch's modules in Python."""
+
+    @pytest.fixture
+    def lines(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "line.py").write_text(LINE)
+        given: dict = {}
+        exec(LINE, given)
+        return given
+
+    CASES = (
+        ("few", 2, ("--loss", "ce", "--label-smoothing", 0.1, "--class-weights", 1, 3),
+         nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), label_smoothing=0.1)),
+        ("few", 2, ("--label-smoothing", 0.2), nn.CrossEntropyLoss(label_smoothing=0.2)),
+        ("few", 2, ("--likelihood", "categorical"), "categorical"),
+        ("answers", 1, ("--loss", "bce", "--pos-weight", 2),
+         nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))),
+        ("answers", 1, ("--likelihood", "bernoulli"), "bernoulli"),
+        ("numbers", 1, ("--loss", "mse"), nn.MSELoss()),
+        ("numbers", 1, ("--loss", "mse", "--noise", "estimate"), nn.MSELoss()),
+        ("numbers", 1, ("--likelihood", "gaussian"), Gaussian("estimate")),
+        ("numbers", 1, ("--likelihood", "gaussian", "--noise", 0.7), Gaussian(0.7)),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("data", "outputs", "options", "likelihood"), CASES)
+    def test_it_is_the_fit_of_the_python_interface(
+        self, lines, capsys, executed, data, outputs, options, likelihood
+    ):
+        arguments = [
+            "fit", "--model", "line.py:line", "--model-args", f'{{"outputs": {outputs}}}',
+            "--untrained", "--data", f"line.py:{data}", "--l2", 0.01, "--device", "cpu", *options,
+        ]  # fmt: skip
+        found = result(capsys, *arguments, "--out", "run")
+        fit = deltabars.fit(
+            lines["line"](outputs), lines[data], l2=0.01, likelihood=likelihood, progress=False
+        )
+        executed(*arguments, "--out", "printed")
+        for run in map(Run.open, ("run", "printed")):
+            again = run.load_fit()
+            assert again.likelihood == fit.likelihood
+            assert again.l2 == fit.l2
+            assert torch.equal(again.spectra["opg"].values, fit.spectra["opg"].values)
+            expected = dict(zip(options[::2], options[1::2], strict=False))
+            assert run.about["loss"]["name"] in ("ce", *map(str, expected.values()))
+        assert found["noise"] == fit.noise
+        assert result(capsys, "predict", "run", "--data", f"line.py:{data}")["inputs"] == 80
+
+    def test_the_noise_is_printed_and_bars_do_not_fix_it_at_one(self, lines, capsys):
+        options = ["--model", "line.py:line", "--untrained", "--l2", "1e-6", "--device", "cpu"]
+        options += ["--data", "line.py:numbers", "--likelihood", "gaussian", "--quiet"]
+        assert main(["fit", *options, "--out", "run"]) == 0
+        residual = float((lines["line"]()(lines["x"]) - lines["y"]).detach().std())
+        shown = re.search(r"σ = ([\d.]+), estimated from the residuals", capsys.readouterr().out)
+        assert float(shown[1]) == pytest.approx(residual, rel=0.1)
+        assert main(["fit", *options, "--noise", "1", "--out", "run", "--overwrite"]) == 0
+        assert "σ = 1, given" in capsys.readouterr().out
+        assert main(["spectrum", "run"]) == 0
+        assert "noise σ               1\n" in capsys.readouterr().out
+
+    def test_a_config_file_has_them(self, lines, capsys):
+        Path("c.toml").write_text(
+            'loss = "ce"\nlabel-smoothing = 0.1\nclass_weights = [1, 2.5]\nuntrained = true\n'
+            'model = "line.py:line"\ndata = "line.py:few"\nl2 = 0.1\nmodel_args = {outputs = 2}\n'
+        )
+        result(capsys, "fit", "--config", "c.toml", "--out", "run", "--device", "cpu")
+        assert Run.open("run").about["loss"] == {
+            "name": "ce", "label_smoothing": 0.1, "class_weights": [1.0, 2.5]
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("options", "code", "said"),
+        [
+            (("--loss", "ce", "--noise", "1"), 1, "noise: expected the loss mse with it, got ce"),
+            (("--pos-weight", "1"), 1, "pos_weight: expected the loss bce with it, got ce"),
+            (("--loss", "mse", "--label-smoothing", "0"), 1, "the loss ce with it, got mse"),
+            (("--label-smoothing", "2"), 1, "label_smoothing: expected a number from 0 to 1"),
+            (("--class-weights", "-1", "2"), 1, "expected finite numbers from 0 on"),
+            (("--loss", "mse", "--noise", "0"), 1, "noise: expected a finite number above zero"),
+            (("--noise", "loud"), 2, "--noise: expected a number or estimate, got 'loud'"),
+            (("--loss", "mse", "--likelihood", "gaussian"), 2, "expected no --loss with it"),
+            (("--loss", "nll"), 2, "invalid choice: 'nll'"),
+            (
+                (),
+                1,
+                "Is it a regression? Then use likelihood='gaussian' (on the command line --loss mse",
+            ),
+            ((), 1, "A yes/no question? Then use likelihood='bernoulli'"),
+        ],
+    )
+    def test_refused(self, lines, capsys, options, code, said):
+        given = ["--model", "line.py:line", "--untrained", "--l2", "0.1", "--device", "cpu"]
+        given += ["--data", "line.py:numbers", "--out", "run", "--quiet", *options]
+        assert ended("fit", *given) == code
+        assert said in only_line(capsys)
+
+
+class TestWeights:
+    """A fit of the initialisation happens only where that was said."""
+
+    NET = """\
+import deltabars, torch
+
+@deltabars.trained
+def marked():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    return model
+
+def plain():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+def random():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+@deltabars.trained
+class Marked(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(*marked())
+
+ready, made = plain(), deltabars.trained(plain())
+"""
+
+    @pytest.fixture
+    def options(self, workshop, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "own.py").write_text(self.NET)
+        return [*workshop.options[4:], "--rank", "3", "--out", "run", "--quiet", "--device", "cpu"]
+
+    @pytest.mark.parametrize("factory", ["plain", "random", "ready"])
+    def test_without_weights_it_is_wrong_usage(self, options, capsys, factory):
+        before = contents(Path())
+        assert ended("fit", "--model", f"own.py:{factory}", *options) == 2
+        line = only_line(capsys)
+        assert f"expected the trained weights of own.py:{factory}, got none" in line
+        assert all(way in line for way in ("--weights FILE", "@deltabars.trained", "--untrained"))
+        assert contents(Path()) == before
+
+    @pytest.mark.parametrize("factory", ["marked", "Marked", "made"])
+    @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+    def test_a_marked_factory_has_its_own(self, options, capsys, factory):
+        assert ended("fit", "--model", f"own.py:{factory}", *options) == 0
+
+    @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+    def test_untrained_weights_are_found_again(self, options, capsys, workshop):
+        state = torch.get_rng_state()
+        assert ended("fit", "--model", "own.py:random", "--untrained", *options) == 0
+        torch.rand(1)
+        test = str(workshop.folder / "test")
+        assert ended("predict", "run", "--data", test, "--quiet", "--device", "cpu") == 0
+        torch.set_rng_state(state)
+
+    def test_weights_and_untrained_exclude_each_other(self, options, workshop, capsys):
+        weights = ("--weights", str(workshop.folder / "net.pt"), "--untrained")
+        assert ended("fit", "--model", "own.py:plain", *weights, *options) == 2
+        assert "--untrained: expected no --weights with it" in only_line(capsys)
+
+
 class TestPredict:
     def test_the_table_is_that_of_the_python_interface(self, workshop, own_run, tmp_path, capsys):
         out = tmp_path / "test.csv"
@@ -220,8 +413,8 @@ def test_many_classes_and_a_loader_of_ones_own(tmp_path, capsys, executed):
     file = tmp_path / "many.py"
     file.write_text(MANY)
     run, out = tmp_path / "run", tmp_path / "a.csv"
-    options = ("--model", f"{file}:make", "--data", f"{file}:pair", "--l2", 1, "--rank", 5)
-    result(capsys, "fit", *options, "--device", "cpu", "--out", run)
+    options = ("--model", f"{file}:make", "--untrained", "--data", f"{file}:pair", "--l2", 1)
+    result(capsys, "fit", *options, "--rank", 5, "--device", "cpu", "--out", run)
     predict = ("predict", run, "--data", f"{file}:loader", "--data-args", '{"batch": 7}')
     result(capsys, *predict, "--device", "cpu", "--out", out)
     with out.open(newline="") as opened:

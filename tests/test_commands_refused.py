@@ -281,7 +281,7 @@ def test_ctrl_c_in_the_middle_of_a_fit(workshop, place):
         "    return nn.Sequential(nn.Flatten(), *layers)\n"
     )
     options = [*workshop.options, "--model", "net.py:make", "--estimator", "hessian"]
-    del options[2:4]  # the weights
+    options[2:4] = ["--untrained"]  # in place of the weights
     before = contents(place)
     process = subprocess.Popen(
         command("fit", *options, "--rank", 3000, "--out", "run"),

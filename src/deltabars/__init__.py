@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from deltabars.parameters import last_layer
     from deltabars.prediction import Prediction
     from deltabars.problem import Problem
+    from deltabars.sources.models import trained
 
 __version__ = "0.5.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "likelihoods",
     "load",
     "ranks",
+    "trained",
 ]
 
 _ROOMS = {
@@ -40,6 +42,7 @@ _ROOMS = {
     "fit": "fitting",
     "last_layer": "parameters",
     "load": "loading",
+    "trained": "sources.models",
 }
 
 

@@ -28,6 +28,7 @@ from deltabars.errors import (
     DeltaBarsError,
     DeltaBarsWarning,
     MemoryWarning,
+    UsageError,
     printable,
 )
 
@@ -90,8 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 encoding = sys.stdout.encoding or "utf-8"  # an escape means the character
                 print(code.encode(encoding, "backslashreplace").decode(encoding))
                 return 0
-            with launched(options):
-                options.run(options)
+            try:
+                with launched(options):
+                    options.run(options)
+            except UsageError as error:
+                commands[given[0]].error(str(error))
         sys.stdout.flush()
     except KeyboardInterrupt:
         _complain("interrupted")

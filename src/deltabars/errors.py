@@ -43,6 +43,10 @@ class BadValueError(DeltaBarsError, ValueError):
     """An argument has a value that cannot be used."""
 
 
+class UsageError(BadValueError):
+    """Something that a command needs was not given."""
+
+
 class ModelError(BadValueError):
     """The model, its parameters or its outputs cannot be used."""
 

@@ -19,7 +19,7 @@ from deltabars.errors import BadValueError, ModelError
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.identity import identity_of
-from deltabars.likelihoods import Likelihood
+from deltabars.likelihoods import Likelihood, Loss
 from deltabars.manifest import manifest
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import Selection
@@ -48,7 +48,7 @@ def fit(
     tolerance: float | None = None,
     probe: Any = None,
     params: Selection = None,
-    likelihood: str | Likelihood | torch.nn.Module = "categorical",
+    likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
     solver: str = "auto",
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -90,7 +90,8 @@ def fit(
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
             `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
             training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
-            noise), whose weights, smoothing and reduction are accounted for.
+            noise), whose weights, smoothing and reduction are accounted for; or
+            `likelihoods.named_loss("mse", noise=0.3)`, as the command line names it.
         solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
             (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
             and GGN; a sandwich takes its H from Lanczos).

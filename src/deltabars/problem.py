@@ -23,7 +23,7 @@ from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
 from deltabars.inputs import map_leaves
-from deltabars.likelihoods import Likelihood, read_loss
+from deltabars.likelihoods import Likelihood, Loss, read_loss
 from deltabars.likelihoods.named import told_apart
 from deltabars.memory import DATA, ChunkSize, chunk_within, share, shared_budget
 from deltabars.network import Network, model_errors, weighted_sum
@@ -46,8 +46,8 @@ class Problem:
     Args:
         model: a module that returns outputs (B, C), which is never altered; or one captured before.
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, or the loss module
-            of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, a Loss, or the loss
+            module of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
         parameters: which parameters count (see `ParameterSpace.select`).
         l2: λ > 0 of the cost, or a mapping from name patterns to the λs of their parameters; with a
             loss module, of the cost that has that module for its loss.
@@ -77,7 +77,7 @@ class Problem:
         self,
         model: torch.nn.Module | Network,
         data: Any,
-        likelihood: str | Likelihood | torch.nn.Module = "categorical",
+        likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
         l2: L2 | Decay | None = None,
         *,
@@ -268,6 +268,8 @@ class Problem:
                 "different ones. Turn off what is random in the forward pass."
             )
         self._check_independence(batch, outputs)
+        assert batch.targets is not None
+        self.likelihood.check_targets(outputs, batch.targets)
         sums_to_one = bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < 1e-3).all())
         if sums_to_one and outputs.shape[1] > 1 and self.likelihood.name == "categorical":
             warnings.warn(

@@ -75,12 +75,14 @@ class Run:
         data: NamedData,
         classes: tuple[str, ...] | None = None,
         *,
+        loss: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         dtype: torch.dtype | str | None = None,
         max_file_size: int | str = MAX_FILE_SIZE,
     ) -> Run:
         """Write a RUN folder, whole or not at all; the fit as `DeltaFit.save` is told to.
 
+        `loss` is that of the training as it was given, by the names of `named_loss`'s arguments.
         In a process group all ranks call it together.
 
         Raises:
@@ -93,10 +95,15 @@ class Run:
             "format": _FORMAT,
             "manifest": fit.diagnostics.get("manifest"),
             "outputs": fit.num_outputs,
+            **({} if loss is None else {"loss": dict(loss)}),
         }
         content = {
             **about,
-            "model": asdict(model.absolute()),
+            "model": {
+                name: value
+                for name, value in asdict(model.absolute()).items()
+                if value or name != "untrained"  # which 0.5 did not have
+            },
             "data": asdict(data.absolute()),
             "classes": classes,
         }

@@ -25,8 +25,10 @@ from deltabars.commands.options import (
     named_model,
 )
 from deltabars.commands.python import Code, call, made, program
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, UsageError
 from deltabars.fitted import DeltaFit
+from deltabars.likelihoods.gaussian import ESTIMATE
+from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.ranks import current
 from deltabars.rounding import DTYPES
 from deltabars.runs import Run, check_new
@@ -49,7 +51,7 @@ examples:
 """
 _LAST_LAYER = "last-layer"
 _PLAIN = (
-    "estimator", "tolerance", "likelihood", "solver", "seed", "memory_budget", "batch_size",
+    "estimator", "tolerance", "solver", "seed", "memory_budget", "batch_size",
     "residual_tolerance", "max_products", "smallest", "max_seconds", "checkpoint",
 )  # fmt: skip
 
@@ -82,9 +84,24 @@ def register(commands: Any) -> None:
         help="of --rank auto: score_error / score at most (default: 0.05)",
     )
     add(
+        "--loss",
+        choices=tuple(LOSSES),
+        help="of the training: CrossEntropyLoss, BCEWithLogitsLoss or MSELoss of torch; λ is its "
+        "weight_decay (default: ce)",
+    )
+    add(
         "--likelihood",
         choices=("categorical", "bernoulli", "gaussian"),
-        help="default: categorical",
+        help="the same, with a loss that is summed over the outputs, in place of --loss",
+    )
+    add("--label-smoothing", type=float, metavar="X", help="of ce")
+    add("--class-weights", type=float, nargs="+", metavar="X", help="of ce, one a class")
+    add("--pos-weight", type=float, nargs="+", metavar="X", help="of bce, one, or one an output")
+    add(
+        "--noise",
+        type=_noise,
+        metavar="σ",
+        help="of mse: the targets' standard deviation around the mean, or estimate (default)",
     )
     add(
         "--params",
@@ -144,13 +161,18 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Fit, write the RUN, and say what was found."""
     arguments = _arguments(options)
+    if loss := _loss(options):
+        arguments["likelihood"] = named_loss(**loss)
     if arguments.get("params") == Code("deltabars.last_layer()"):
         arguments["params"] = deltabars.last_layer()
     if "dtype" in arguments:
         arguments["dtype"] = getattr(torch, options.dtype)
     if current().is_first:  # which may have made it before another one looks
         check_new(options.out.absolute(), options.overwrite)
+    if options.loss and options.likelihood:
+        raise UsageError("--likelihood: expected no --loss with it, got both")
     model, data = named_model(options), named_data(options)
+    model.check_weights()
     network = model.load()
     source = data.load()
     check_together(network, source, data)
@@ -166,12 +188,16 @@ def run(options: argparse.Namespace) -> None:
         data,
         source.classes,
         overwrite=options.overwrite,
+        loss=_loss(options),
         **_how_kept(options),
     )
     if options.json:
         print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
         return
     print(fit)
+    if fit.noise is not None:
+        how = "estimated from the residuals" if options.noise in (None, ESTIMATE) else "given"
+        print(f"  noise of the targets: σ = {fit.noise:g}, {how}")
     print(f"\nRUN: {options.out} ({seconds:.1f} s). What next:")
     print(f"  deltabars predict {options.out} --data DATA    error bars of other data")
     print(f"  deltabars rank {options.out}                   the training examples to look at")
@@ -180,6 +206,8 @@ def run(options: argparse.Namespace) -> None:
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
     arguments = _arguments(options)
+    if loss := _loss(options):
+        arguments["likelihood"] = call("deltabars.likelihoods.named_loss", **loss)
     if "dtype" in arguments:
         arguments["dtype"] = Code(f"torch.{options.dtype}")
     overwrite = options.overwrite or None
@@ -199,6 +227,7 @@ def python(options: argparse.Namespace) -> str:
             Code("model"),
             Code("data"),
             Code("source.classes"),
+            loss=_loss(options),
             overwrite=overwrite,
             **_how_kept(options),
         ),
@@ -223,6 +252,8 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
         "parameters": fit.num_parameters,
         "outputs": fit.num_outputs,
         "rank": fit.rank,
+        "likelihood": fit.likelihood.name,
+        "noise": fit.noise,
         "l2": l2,
         "level": fit.level,
         "effective_parameters": fit.effective_parameters,
@@ -256,6 +287,14 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _loss(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The loss of the training, by the names of `named_loss`; None where nothing says which."""
+    given = {name: getattr(options, name) for _, own in LOSSES.values() for name in own}
+    given = {name: value for name, value in given.items() if value is not None}
+    name = options.loss or options.likelihood
+    return {"name": name or "ce", **given} if name or given else None
+
+
 def _how_kept(options: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `Run.create` on the fit's files that were given."""
     given = {"dtype": options.store, "max_file_size": options.max_file_size}
@@ -274,6 +313,15 @@ def _l2(given: list[str]) -> float | dict[str, float]:
     except ValueError as error:
         raise BadValueError(
             f"--l2: expected a number, or PATTERN=NUMBER …, got {' '.join(given)!r}."
+        ) from error
+
+
+def _noise(text: str) -> float | str:
+    try:
+        return text if text == ESTIMATE else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a number or {ESTIMATE}, got {text!r}"
         ) from error
 
 

@@ -16,7 +16,8 @@ from deltabars.sources import NamedData, NamedModel
 DEVICE_HELP = "where to compute (default: cuda where there is one, else cpu)"
 DATA_HELP = """\
 MODEL is package.module:factory or path/to/file.py:factory: a Module, or a class or function that
-makes one. Naming it runs that code. Weights are read without running any.
+makes one. Naming it runs that code. Weights are read without running any. A factory that loads its
+weights itself is marked with @deltabars.trained.
 
 DATA is one of
   a folder of pictures        sub-folders are the classes, in sorted order; or no sub-folders
@@ -38,6 +39,8 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help=f"module:factory or file.py:factory{note}",
     )
     add("--weights", metavar="FILE", help=f".safetensors, or a state dict in .pt or .pth{note}")
+    if required:
+        add("--untrained", action="store_true", help="no weights: fit those of the initialisation")
     add("--model-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
 
 
@@ -104,7 +107,8 @@ def named_model(options: argparse.Namespace, kept: NamedModel | None = None) -> 
     arguments = options.model_args
     if arguments is None:
         arguments = {} if kept is None else kept.arguments
-    return NamedModel(spec, weights, arguments)
+    untrained = options.untrained if kept is None else kept.untrained and not options.weights
+    return NamedModel(spec, weights, arguments, untrained)
 
 
 def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> NamedData:

@@ -116,6 +116,7 @@ def _lines(fit: DeltaFit) -> list[str]:
         f"parameters P          {fit.num_parameters:,}",
         f"eigenpairs K          {fit.rank:,}",
         f"λ in the eigenvalues  {fit.level:g}",
+        *([] if fit.noise is None else [f"noise σ               {fit.noise:g}"]),
     ]
     for name, pairs in fit.spectra.items():
         last = float(pairs.values[-1])

@@ -50,8 +50,10 @@ class Categorical(Likelihood):
         classes = outputs.shape[1]
         if classes < 2:
             raise DataError(
-                "Outputs: expected at least two logits for the categorical likelihood, got one. "
-                "For yes/no targets use likelihood='bernoulli' and targets of shape (N, 1)."
+                "Outputs: expected at least two logits for the categorical likelihood, got one. Is "
+                "it a regression? Then use likelihood='gaussian' (on the command line --loss mse). "
+                "A yes/no question? Then use likelihood='bernoulli' and targets of shape (N, 1) "
+                "(--loss bce)."
             )
         if self.weight is not None and len(self.weight) != classes:
             raise BadValueError(

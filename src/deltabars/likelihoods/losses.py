@@ -25,7 +25,7 @@ estimated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,10 +35,17 @@ from deltabars.errors import BadValueError, LossWarning
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
-from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.likelihoods.gaussian import ESTIMATE, Gaussian
 from deltabars.likelihoods.named import LIKELIHOODS, get_likelihood
 
 Divisor = Literal["weights", "elements", "nothing"]
+
+# By the short name of a loss: its likelihood, and what attributes of that the loss may be given.
+LOSSES: Mapping[str, tuple[type[Any], Mapping[str, str]]] = {
+    "ce": (Categorical, {"label_smoothing": "label_smoothing", "class_weights": "weight"}),
+    "bce": (Bernoulli, {"pos_weight": "pos_weight"}),
+    "mse": (Gaussian, {"noise": "noise"}),
+}
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,57 @@ class Loss:
         return divisor / (self.multiple * total_weight)
 
 
+def named_loss(
+    name: str,
+    *,
+    label_smoothing: float | None = None,
+    class_weights: Sequence[float] | None = None,
+    pos_weight: float | Sequence[float] | None = None,
+    noise: float | str | None = None,
+) -> Loss:
+    """The loss of a training by its name, as `deltabars fit --loss` takes it.
+
+    Args:
+        name: `"ce"`, `"bce"` or `"mse"`: torch's `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or
+            `nn.MSELoss`, means; or `"categorical"`, `"bernoulli"` or `"gaussian"`, whose losses are
+            summed over the outputs (and squares halved).
+        label_smoothing, class_weights: of cross entropy.
+        pos_weight: of binary cross entropy.
+        noise: of a regression: σ, or `"estimate"` (the default).
+
+    Raises:
+        BadValueError: another name, or an argument of another loss.
+    """
+    given = {
+        "label_smoothing": label_smoothing,
+        "class_weights": class_weights,
+        "pos_weight": pos_weight,
+        "noise": noise,
+    }
+    known = {one: pair for short, pair in LOSSES.items() for one in (short, pair[0].name)}
+    if name not in known:
+        raise BadValueError(f"loss: expected one of {sorted(known)}, got {name!r}.")
+    kind, taken = known[name]
+    attributes: dict[str, Any] = {"noise": ESTIMATE} if kind is Gaussian else {}
+    for argument, value in given.items():
+        if value is None:
+            continue
+        if argument not in taken:
+            right = [short for short, (_, own) in LOSSES.items() if argument in own]
+            raise BadValueError(f"{argument}: expected the loss {right[0]} with it, got {name}.")
+        attributes[taken[argument]] = value
+    divisor: Divisor = "elements" if name in ("bce", "mse") else "weights"
+    return Loss(kind(**attributes), divisor, 2.0 if name == "mse" else 1.0)
+
+
 def read_loss(given: Any) -> Loss:
     """The loss that a name, a Likelihood or a loss module of torch stands for.
 
     Raises:
         BadValueError: it is none of them, with what to give instead.
     """
+    if isinstance(given, Loss):
+        return given
     if isinstance(given, str | Likelihood):
         return Loss(get_likelihood(given))
     read = _MODULES.get(type(given))
@@ -138,7 +190,10 @@ def _advice(given: Any, name: str) -> str:
     if name in same:
         return f" Give {same[name]}(), with the arguments of the training."
     if name in ("NLLLoss", "nll_loss"):
-        return " Leave the log-softmax out of the model and give nn.CrossEntropyLoss()."
+        return (
+            " Leave the log-softmax out of the model and give nn.CrossEntropyLoss(); or leave it "
+            "in: of log-probabilities that is the same loss."
+        )
     if name in ("BCELoss", "binary_cross_entropy"):
         return " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss()."
     if callable(given):

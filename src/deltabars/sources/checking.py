@@ -41,7 +41,9 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
         own = DataLoader(own.dataset, batch_size=1, collate_fn=own.collate_fn)
     raw = next(iter(iterate(own, 1)), None)
     outputs = None if raw is None else _outputs(model, labelled(raw).rows(slice(1)), is_folder)
-    if isinstance(outputs, Tensor) and outputs.shape[1:] != (len(source.classes),):
+    # One output and two classes: whether it is a yes/no question is for the loss to say.
+    counts = (len(source.classes), 1 if len(source.classes) == 2 else -1)
+    if isinstance(outputs, Tensor) and not (outputs.ndim == 2 and outputs.shape[1] in counts):
         what, advice = (
             ("a sub-folder", "Empty folders may stand for classes without pictures.")
             if is_folder

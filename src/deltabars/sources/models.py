@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from deltabars.errors import ModelError, shortened
+from deltabars.errors import ModelError, UsageError, shortened
 from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
 from deltabars.sources.weights import read_weights
+
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,35 @@ class NamedModel:
         weights: a `.safetensors` file, or a state dict in a file of torch.save, such as a
             checkpoint of Lightning; None for the weights that the factory gives.
         arguments: keyword arguments of the factory.
+        untrained: the weights of the initialisation are wanted: those of torch's seed 0.
     """
 
     spec: str
     weights: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    untrained: bool = False
 
     def __post_init__(self) -> None:
         check_texts("--model", self.arguments, self.spec, self.weights)
         if self.spec is None:
             raise ModelError("--model: expected the name of a model, got none.")
+
+    def check_weights(self) -> None:
+        """Refuse a model of which nothing says that it has been trained.
+
+        Raises:
+            UsageError: neither weights, nor a factory that `trained` marks, nor `untrained`.
+        """
+        if self.weights is not None and self.untrained:
+            raise UsageError("--untrained: expected no --weights with it, got both")
+        if self.weights is not None or self.untrained:
+            return
+        if not getattr(find_object(self.spec, "--model"), _MARK, False):
+            raise UsageError(
+                f"--weights: expected the trained weights of {self.spec}, got none. Give --weights "
+                "FILE; or mark a factory that loads them itself with @deltabars.trained; or give "
+                "--untrained to fit the initial ones"
+            )
 
     def load(self) -> nn.Module:
         """The model with its weights. The user's own code makes it.
@@ -43,14 +64,21 @@ class NamedModel:
             BadValueError, ModelError: there is no such factory, it makes no Module, or the weights
                 are not its.
         """
-        made = find_object(self.spec, "--model")
+        made = self._made()
+        if self.weights is not None:
+            _give(made, read_weights(self.weights), self.weights)
+        return made.eval()
+
+    def _made(self) -> nn.Module:
+        with _initial_weights(self.untrained):
+            made = find_object(self.spec, "--model")
         if not isinstance(made, nn.Module):
             if not callable(made):
                 raise ModelError(
                     f"--model: expected a Module, or a class or function that makes one, got "
                     f"{self.spec}, which is a {type(made).__name__}."
                 )
-            with user_code(self.spec, "--model"):
+            with user_code(self.spec, "--model"), _initial_weights(self.untrained):
                 made = made(**self.arguments)
         elif self.arguments:
             raise ModelError(
@@ -61,14 +89,21 @@ class NamedModel:
                 f"--model: expected a torch.nn.Module from {self.spec}, got a "
                 f"{type(made).__name__}."
             )
-        if self.weights is not None:
-            _give(made, read_weights(self.weights), self.weights)
-        return made.eval()
+        return made
 
     def absolute(self) -> NamedModel:
         """The same with whole paths, so that it holds in every folder."""
         weights = None if self.weights is None else str(Path(self.weights).absolute())
-        return NamedModel(with_full_path(self.spec), weights, dict(self.arguments))
+        return NamedModel(with_full_path(self.spec), weights, dict(self.arguments), self.untrained)
+
+
+@contextmanager
+def _initial_weights(same: bool) -> Iterator[None]:
+    """Initial weights that a later command finds again, where they are what is fitted."""
+    with torch.random.fork_rng(devices=[], enabled=same):
+        if same:
+            torch.default_generator.manual_seed(0)
+        yield
 
 
 def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
