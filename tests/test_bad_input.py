@@ -260,10 +260,182 @@ def test_inputs_to_predict(case, opg_fit, kind):
     assert_refused(match, lambda: opg_fit.predict(change(case.unseen)), case.model)
 
 
-def test_probabilities_for_logits_are_warned_of(case):
+def test_probabilities_for_logits_are_refused(case):
+    """Whatever number of them is nearly 0 or 1, and in half precision too."""
+    for end in (
+        lambda z: z.softmax(1),
+        lambda z: (30 * z).softmax(1),
+        lambda z: z.bfloat16().softmax(1).to(z.dtype),
+    ):
+        model = Wrapped(case.model, end)
+        match = "sum to one. If the model ends in a softmax, leave it out.*torch.log"
+        assert_refused(match, lambda model=model: fit(case, model), model)
+
+
+def test_probabilities_are_taken_for_logits_where_that_is_said(case):
     model = Wrapped(case.model, lambda z: z.softmax(1))
-    _, given = with_warnings(lambda: fit(case, model))
-    assert "sum to one. If the model ends in a softmax, leave it out" in given[errors.ModelWarning]
+    done, _ = with_warnings(lambda: fit(case, model, allow_probabilities=True))
+    loss = torch.nn.functional.cross_entropy(model(case.inputs), case.targets).detach()
+    assert done.diagnostics["mean_loss"] == pytest.approx(float(loss), rel=1e-9)
+
+
+def test_log_probabilities_are_logits(case):
+    ended = Wrapped(case.model, lambda z: z.log_softmax(1))
+    returned = Wrapped(case.model, lambda z: z.softmax(1).log())
+    plain = fit(case).predict(case.unseen)
+    for model in (ended, returned):
+        found = fit(case, model)
+        torch.testing.assert_close(found.predict(case.unseen).std, plain.std, rtol=1e-7, atol=0)
+
+
+class TestSigmoids:
+    """Outputs from 0 to 1 of a Bernoulli likelihood are probabilities, unless logits fit better."""
+
+    @pytest.fixture
+    def answers(self):
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(90, 2, generator=draw, dtype=torch.float64)
+        y = (torch.rand(90, 2, generator=draw) < (2 * x).sigmoid()).double()
+        line = nn.Linear(2, 2).double()
+        with torch.no_grad():
+            line.weight.copy_(2 * torch.eye(2))
+            line.bias.zero_()
+        return line, x, y
+
+    def fit(self, model, x, y, **options):
+        options = {"l2": 0.01, "rank": 3, "likelihood": "bernoulli", "progress": False} | options
+        return with_warnings(lambda: deltabars.fit(model, (x, y), **options))[0]
+
+    @pytest.mark.parametrize("likelihood", ["bernoulli", nn.BCEWithLogitsLoss()])
+    @pytest.mark.parametrize("outputs", [1, 2])
+    def test_refused(self, answers, outputs, likelihood):
+        core, x, y = answers
+        model = Wrapped(core, lambda z: z[:, :outputs].sigmoid())
+        with pytest.raises(errors.ModelError, match=r"in a sigmoid, leave it out.*torch\.logit"):
+            self.fit(model, x, y[:, :outputs], likelihood=likelihood)
+        self.fit(model, x, y[:, :outputs], allow_probabilities=True)
+
+    def test_logits_in_the_same_interval_are_not(self, answers):
+        """Weak answers: all logits from 0 to 1, which the targets fit."""
+        _, x, _ = answers
+        line = nn.Linear(2, 1).double()
+        nn.init.ones_(line.weight)
+        model = Wrapped(line, lambda z: 0.5 + 0.45 * z.tanh())
+        logits = model(x).detach()
+        draw = torch.rand(90, 1, generator=torch.Generator().manual_seed(1))
+        assert 0 <= float(logits.min()) <= float(logits.max()) <= 1
+        y = (draw < logits.sigmoid()).double()
+        self.fit(model, x, y)
+
+
+def test_bytes_for_a_network_of_floats(dense_case):
+    """Of images that were trained on as x / 255; words that help wherever they are met."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (60, 1, 4, 4), generator=draw, dtype=torch.uint8)
+    y = torch.arange(60) % 3
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    options = {"l2": 0.01, "rank": 3, "progress": False}
+    advice = "of torch.uint8: a network that was trained on floats.*x.float\\(\\) / 255"
+    assert_refused(advice, lambda: deltabars.fit(model, (x, y), **options), model)
+    for given in (x.float(), x):
+        taken = model if given.is_floating_point() else Casting(model)
+        _, found = with_warnings(lambda g=given, m=taken: deltabars.fit(m, (g, y), **options))
+        assert (
+            "whole numbers from 0 to 255: divide them as in training"
+            in (found[errors.OptimumWarning])
+        )
+    fitted, _ = with_warnings(lambda: deltabars.fit(model, (x / 255, y), **options))
+    assert_refused("by x.float\\(\\) / 255", lambda: fitted.predict(x), model)
+
+
+def network_at_chance(kind):
+    """A network that was not trained, with its data and likelihood."""
+    torch.manual_seed(0)
+    x, y = torch.randn(120, 4).double(), torch.arange(120) % 3
+    numbers = x @ torch.tensor([[1.0], [2.0], [0.0], [-1.0]]).double()
+    if kind == "numbers":
+        return nn.Linear(4, 1).double(), (x, numbers), "gaussian"
+    if kind == "answers":
+        return nn.Linear(4, 2).double(), (x, (numbers.expand(-1, 2) > 0).long()), "bernoulli"
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    weighted = nn.CrossEntropyLoss(weight, label_smoothing=0.1)
+    return nn.Linear(4, 3).double(), (x, y), weighted if kind == "weighted" else "categorical"
+
+
+CONSTANTS = {
+    "classes": (1 / 3, math.log(3)),
+    "weighted": (1 / 3, None),
+    "answers": (None, None),
+    "numbers": (math.nan, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_the_constant_answer_is_the_best_there_is(kind):
+    """Its accuracy and loss, by fitting a bias alone with LBFGS."""
+    model, (x, y), likelihood = network_at_chance(kind)
+    problem = deltabars.Problem(model, (x, y), likelihood, l2=0.01)
+    bias = torch.zeros(y.shape[1] if y.ndim == 2 else 3, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([bias], max_iter=200, tolerance_grad=1e-12, tolerance_change=0)
+
+    def loss():
+        optimiser.zero_grad()
+        total = problem.likelihood.loss(bias.expand(len(x), -1), y).mean()
+        total.backward()
+        return total
+
+    optimiser.step(loss)
+    accuracy, least = problem.constant_answer
+    assert least == pytest.approx(float(loss().detach()), rel=1e-9)
+    known, value = CONSTANTS[kind]
+    assert known is None or accuracy == pytest.approx(known, nan_ok=True)
+    assert value is None or least == pytest.approx(value)
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_a_network_at_chance_is_warned_of(kind):
+    model, data, likelihood = network_at_chance(kind)
+    options = {"l2": 1e-4, "rank": 3, "likelihood": likelihood, "progress": False}
+    done, given = with_warnings(lambda: deltabars.fit(model, data, **options))
+    assert "which is that of chance" in given[errors.OptimumWarning]
+    outputs = model(data[0]).detach()
+    accuracy = done.diagnostics["train_accuracy"]
+    if kind == "numbers":
+        assert accuracy is None
+    else:
+        label = (outputs > 0).long() if kind == "answers" else outputs.argmax(1)
+        assert accuracy == pytest.approx(float((label == data[1]).double().mean()))
+        assert f"a training accuracy of {accuracy:.1%}" in given[errors.OptimumWarning]
+
+
+def test_a_useful_network_is_not_at_chance(case):
+    """Of unequal classes it may always predict the largest one, with probabilities that differ."""
+    done, given = with_warnings(lambda: fit(case))
+    assert not given
+    expected = (case.model(case.inputs).argmax(1) == case.targets).double().mean()
+    assert done.diagnostics["train_accuracy"] == pytest.approx(float(expected))
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 1, generator=draw).double()
+    y = (torch.rand(2000, 1, generator=draw) < (x - 3).sigmoid()).long()[:, 0]
+    line = nn.Linear(1, 2).double()
+    with torch.no_grad():
+        line.weight.copy_(torch.tensor([[0.0], [1.0]]))
+        line.bias.copy_(torch.tensor([0.0, -3.0]))
+    done, given = with_warnings(lambda: deltabars.fit(line, (x, y), l2=1.0, rank=2, progress=False))
+    assert done.diagnostics["train_accuracy"] <= float(1 - y.double().mean()) + 0.005
+    assert "chance" not in given.get(errors.OptimumWarning, "")
+
+
+class Casting(nn.Module):
+    """A network that takes bytes, and does not scale them."""
+
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+
+    def forward(self, x):
+        return self.core(x.float())
 
 
 @pytest.mark.parametrize("estimator", ["opg", "hessian"])

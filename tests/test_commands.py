@@ -17,7 +17,6 @@ from torch import nn
 
 import deltabars
 from deltabars.cli import main
-<<<<<<< HEAD
 from deltabars.errors import (
     DataError,
     DataWarning,
@@ -25,9 +24,7 @@ from deltabars.errors import (
     StorageError,
     printable,
 )
-=======
 from deltabars.likelihoods import Gaussian
->>>>>>> f4b0909 (commands: refuse a fit without trained weights; take the losses of a training)
 from deltabars.ranking import ranked
 from deltabars.runs import Run
 from tests.scans import only_line
@@ -278,7 +275,7 @@ class TestLosses:
             (
                 (),
                 1,
-                "Is it a regression? Then use likelihood='gaussian' (on the command line --loss mse",
+                "a regression? Then use likelihood='gaussian' (on the command line --loss mse)",
             ),
             ((), 1, "A yes/no question? Then use likelihood='bernoulli'"),
         ],

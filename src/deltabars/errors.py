@@ -100,11 +100,11 @@ class ConvergenceWarning(DeltaBarsWarning):
 
 
 class OptimumWarning(DeltaBarsWarning):
-    """The weights are far from an optimum of the training cost."""
+    """The weights are far from an optimum of the training cost, or not trained at all."""
 
 
 class ModelWarning(DeltaBarsWarning):
-    """The model can be used, but its outputs do not look like logits, or it goes a slower way."""
+    """The model can be used, but it goes a slower way."""
 
 
 class LossWarning(DeltaBarsWarning):

@@ -60,6 +60,7 @@ def fit(
     smallest: int = 0,
     deterministic: bool = False,
     max_seconds: float | None = None,
+    allow_probabilities: bool = False,
     checkpoint: Checkpoint | None = None,
     progress: bool = True,
 ) -> DeltaFit:
@@ -116,6 +117,8 @@ def fit(
             came. Looked at between products: reading the data and one product are the least it
             takes. With a checkpoint, the same call with more time resumes. None for no limit; for
             the solvers `"auto"`, `"krylov"` and `"incremental"`.
+        allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
+            sigmoid, which are refused otherwise.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
             goes on from there when it is called again with the same arguments, and ends with the
@@ -206,6 +209,7 @@ def fit(
                 memory_budget=budget,
                 chunk_size=batch_size,
                 deterministic=deterministic,
+                allow_probabilities=allow_probabilities,
                 on_progress=bar.show,
             )
         weights = problem.network.weights
@@ -225,6 +229,7 @@ def fit(
         diagnostics: dict[str, Any] = {
             "manifest": record,
             "mean_loss": problem.mean_loss,
+            "train_accuracy": problem.train_accuracy,
             "given_l2": problem.given_l2,
             "cost": problem.mean_loss + problem.penalty,
             "parameters_reached": problem.num_reached,

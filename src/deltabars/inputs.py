@@ -69,7 +69,11 @@ class Signature:
             return
         raise DataError(
             f"Inputs: expected {self.describe()}, as in the training data, got {got.describe()}. "
-            "Convert or reshape them."
+            + (
+                "Convert them as it was done for those: pixels of 0 to 255 by x.float() / 255, say."
+                if "torch.uint8" in got.dtypes and got.shapes == self.shapes
+                else "Convert or reshape them."
+            )
         )
 
     def describe(self) -> str:

@@ -385,8 +385,8 @@ def weighted_sum(outputs: Tensor) -> Tensor:
 
 
 @contextmanager
-def model_errors() -> Iterator[None]:
-    """Say in terms of the user's model what `torch.func` could not do with it."""
+def model_errors(advice: str = "") -> Iterator[None]:
+    """Say in terms of the user's model what `torch.func` could not do with it; and an advice."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
@@ -395,7 +395,7 @@ def model_errors() -> Iterator[None]:
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"torch says: {str(error).splitlines()[0]}{advice}"
         ) from error
 
 

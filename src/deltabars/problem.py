@@ -9,6 +9,7 @@ and where the loss that a network was trained with is brought to that form (`lik
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,8 +22,8 @@ from torch import Tensor
 from deltabars.batches import Batch
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
-from deltabars.errors import BadValueError, ModelError, ModelWarning, OptimumWarning
-from deltabars.inputs import map_leaves
+from deltabars.errors import BadValueError, ModelError, OptimumWarning
+from deltabars.inputs import Signature, leaves, map_leaves
 from deltabars.likelihoods import Likelihood, Loss, read_loss
 from deltabars.likelihoods.named import told_apart
 from deltabars.memory import DATA, ChunkSize, chunk_within, share, shared_budget
@@ -38,6 +39,8 @@ _LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations kept for derivatives, that these take about
 _PROBE = 64  # examples that the model is tried out on
 FAR_FROM_OPTIMUM = 0.5
+_AT_OPTIMUM = 0.1  # of the relative gradient: no initialisation comes near
+_HARDLY = 0.95  # of the mean loss of a constant answer
 
 
 class Problem:
@@ -57,12 +60,16 @@ class Problem:
             budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
             the same, half as many are tried, with a warning.
         deterministic: the same bits each time on a GPU too (see `fit`).
+        allow_probabilities: take outputs that look like probabilities for logits all the same.
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
         likelihood: with weights, if any, of mean one over the data.
         given_l2: λ as it was given.
         decay: λ of the cost above: that one, unless a loss module reduces in another way.
+        train_accuracy: of the labels that the model predicts for its training data; None where
+            targets are none.
+        constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
         units: which units of the network any example switches on.
         reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
             where it is all of them, as far as is known.
@@ -86,6 +93,7 @@ class Problem:
         memory_budget: int | None = None,
         chunk_size: int | None = None,
         deterministic: bool = False,
+        allow_probabilities: bool = False,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> None:
         loss = read_loss(likelihood)
@@ -106,11 +114,13 @@ class Problem:
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
         self.data = TrainingData(data, self.device, self.dtype, room, report, self.ranks)
+        advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))
-        with model_errors():
+        self._pixels = _raw_pixels(first)
+        with model_errors(advice):
             self.network = self.network.settled(first.inputs)
-        with self.network.evaluation(), model_errors():
-            self.num_outputs = self._probe(first)
+        with self.network.evaluation(), model_errors(advice):
+            self.num_outputs = self._probe(first, allow_probabilities)
             self._check_same_function(first)
             self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
             self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
@@ -120,6 +130,11 @@ class Problem:
             self.units = Units(self.network, self.ranks)
             totals = self._read_losses(report)
             self.mean_loss = totals.loss / totals.weight
+            right = totals.right / self.num_examples
+            self.train_accuracy = None if math.isnan(right) else right
+            self.constant_answer = self.likelihood.constant_answer(
+                totals.moments, self.num_examples
+            )
             self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
             factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
             self.decay = given.times(factor)
@@ -193,10 +208,11 @@ class Problem:
         return self.likelihood.loss(self.network.outputs(trained, batch.inputs), batch.targets)
 
     def warn_if_far_from_optimum(self) -> None:
-        """Warn where the gradient of the cost is far from zero."""
-        if self.relative_gradient > FAR_FROM_OPTIMUM:
+        """Warn where the gradient of the cost is far from zero, or nothing has been learned."""
+        chance = self._chance()
+        if chance or self.relative_gradient > FAR_FROM_OPTIMUM:
             warnings.warn(
-                "Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
+                f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
                 f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
                 f"{self.relative_gradient:.0%} of the sum of its two parts. Train longer, or give "
                 "the l2 that the network was trained with (weight_decay of SGD and Adam; not of "
@@ -204,6 +220,41 @@ class Problem:
                 OptimumWarning,
                 stacklevel=3,
             )
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether the model is no better on its training data than the best constant outputs.
+
+        By its mean loss; or by its accuracy, within two standard deviations of that many guesses,
+        where the loss is hardly better either. (Of classes that are very unequal a useful network
+        may always predict the largest.) At an optimum the cost was not worth more: λ is large.
+        """
+        accuracy, loss = self.constant_answer
+        # A loss of 0 is that of targets that are all the same.
+        if not loss > 0 or self.relative_gradient < _AT_OPTIMUM:
+            return False
+        spread = 2 * math.sqrt(max(accuracy * (1 - accuracy), 0) / self.num_examples)
+        found = self.train_accuracy
+        guesses = found is not None and found <= accuracy + spread
+        return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
+
+    def _chance(self) -> str:
+        """In words, that the model is no better than chance; empty where it is."""
+        if not self.is_at_chance:
+            return ""
+        accuracy, loss = self.constant_answer
+        found, best = "", ""
+        if self.train_accuracy is not None:
+            found, best = (
+                f"a training accuracy of {self.train_accuracy:.1%} and ",
+                f"{accuracy:.1%}, ",
+            )
+        return (
+            f"Expected weights that were trained on these data, got {found}a mean loss of "
+            f"{self.mean_loss:.4g}, which is that of chance (the best answer that is always the "
+            f"same has {best}{loss:.4g}). Load the trained weights, and prepare inputs and targets "
+            f"as in training.{self._pixels} "
+        )
 
     def _advice_on_training_mode(self) -> str:
         kinds = {
@@ -254,7 +305,7 @@ class Problem:
                     "or broadcast those of the first rank."
                 )
 
-    def _probe(self, batch: Batch) -> int:
+    def _probe(self, batch: Batch, allow_probabilities: bool) -> int:
         """Check the outputs on one chunk; the number of outputs C."""
         outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
         if outputs.shape[0] != len(batch):
@@ -270,13 +321,17 @@ class Problem:
         self._check_independence(batch, outputs)
         assert batch.targets is not None
         self.likelihood.check_targets(outputs, batch.targets)
-        sums_to_one = bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < 1e-3).all())
-        if sums_to_one and outputs.shape[1] > 1 and self.likelihood.name == "categorical":
-            warnings.warn(
-                "Model output: expected logits, got rows that are non-negative and sum to one. "
-                "If the model ends in a softmax, leave it out.",
-                ModelWarning,
-                stacklevel=4,
+        if not allow_probabilities and self.likelihood.are_probabilities(outputs, batch.targets):
+            what, end, inverse = (
+                ("rows that are non-negative and sum to one", "softmax", "torch.log")
+                if outputs.shape[1] > 1 and self.likelihood.name == "categorical"
+                else ("probabilities between 0 and 1", "sigmoid", "torch.logit")
+            )
+            raise ModelError(
+                f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
+                f"it out, or return {inverse} of what it gives: the loss applies a {end} itself. "
+                "allow_probabilities=True (--allow-probabilities on the command line) takes them "
+                "for logits."
             )
         return outputs.shape[1]
 
@@ -323,3 +378,29 @@ class Problem:
         if totals.weight != self.num_examples:
             self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
         return totals
+
+
+def _advice_on_integers(signature: Signature) -> str:
+    """What may be wrong with inputs of an integer type that a model does not take."""
+    found = [kind for kind in signature.dtypes if "int" in kind]
+    if not found:
+        return ""
+    return (
+        f". The inputs are of {found[0]}: a network that was trained on floats takes floats, "
+        "prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
+    )
+
+
+def _raw_pixels(batch: Batch) -> str:
+    """What may be wrong with inputs that are the numbers of a picture's file; else nothing."""
+    for leaf in leaves(batch.inputs):
+        values = leaf.float()
+        if (leaf.dtype != torch.uint8 and not leaf.is_floating_point()) or leaf.ndim < 2:
+            continue
+        low, high = values.min(), values.max()
+        if low >= 0 and 1 < high <= 255 and bool((values == values.round()).all()):
+            return (
+                f" The inputs are whole numbers from {float(low):g} to {float(high):g}: divide "
+                "them as in training, by 255, say."
+            )
+    return ""

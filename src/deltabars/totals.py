@@ -20,6 +20,7 @@ from deltabars.memory import ChunkSize
 from deltabars.network import Network
 from deltabars.ranks import Ranks
 
+_Part = tuple[Tensor, Tensor, Tensor, float, Tensor]
 Watching = Callable[[Inputs, Mapping[str, Tensor]], AbstractContextManager[Any]]
 
 
@@ -31,11 +32,15 @@ class Totals:
         loss: Σ lossₙ.
         weight: Σ of the examples' weights; N where they all count alike.
         gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
+        right: how many labels are predicted right, NaN where there are none.
+        moments: of the targets (see `Likelihood.constant_answer`).
     """
 
     loss: float
     weight: float
     gradient: Tensor
+    right: float
+    moments: Tensor
 
     def over(self, ranks: Ranks) -> Totals:
         """The totals of all ranks.
@@ -43,14 +48,15 @@ class Totals:
         Raises:
             DataError: none of the examples counts.
         """
-        parts = ranks.gather((self.loss, self.weight))
-        loss, weight = (math.fsum(column) for column in zip(*parts, strict=True))
+        parts = ranks.gather((self.loss, self.weight, self.right))
+        loss, weight, right = (math.fsum(column) for column in zip(*parts, strict=True))
         if not weight > 0:
             raise DataError(
                 "Targets: expected examples that count, got weight 0 for every class in the data. "
                 "Give each class a weight above zero."
             )
-        return Totals(loss, weight, ranks.sum_(self.gradient))
+        moments = ranks.sum_(self.moments)
+        return Totals(loss, weight, ranks.sum_(self.gradient), right, moments)
 
 
 def add_up(
@@ -74,11 +80,12 @@ def add_up(
         DataError, ModelError: what was expected, found, and to be done.
     """
     gradient = torch.zeros(network.parameters.size, device=network.device, dtype=torch.float64)
-    loss = weight = 0.0
+    loss = weight = right = 0.0
+    moments: Tensor | float = 0.0
     done = 0
     work = partial(_of_chunk, network, likelihood, num_outputs, watch)
-    parts: Iterator[tuple[Tensor, Tensor, Tensor]] = chunk_size.each(chunks, work)
-    for losses, weights, part in parts:
+    parts: Iterator[_Part] = chunk_size.each(chunks, work)
+    for losses, weights, part, of_labels, of_targets in parts:
         bad = int((~losses.isfinite()).sum())
         if bad:
             raise DataError(
@@ -88,6 +95,8 @@ def add_up(
         loss += float(losses.double().sum())
         weight += float(weights.double().sum())
         gradient += part
+        right += of_labels
+        moments = of_targets + moments
         done += len(losses)
         report(done)
     if not bool(gradient.isfinite().all()):
@@ -95,7 +104,8 @@ def add_up(
             "Gradients: expected finite values, got NaN or infinity. Look for square roots "
             "or logarithms at zero in the model."
         )
-    return Totals(loss, weight, gradient)
+    assert isinstance(moments, Tensor)
+    return Totals(loss, weight, gradient, right, moments)
 
 
 def _of_chunk(
@@ -104,8 +114,10 @@ def _of_chunk(
     num_outputs: int,
     watch: Watching,
     batch: Batch,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses (B,) of a chunk, their weights (B,), and the gradient (P,) of the losses' sum."""
+) -> _Part:
+    """Of a chunk: the losses (B,), their weights (B,), and the gradient (P,) of the losses' sum;
+    how many labels are right; and the moments of the targets.
+    """
     targets = batch.targets
     assert targets is not None
     outputs = losses = torch.empty(0)
@@ -123,4 +135,10 @@ def _of_chunk(
         return losses.sum()
 
     gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
-    return losses.detach(), likelihood.weights(outputs.detach(), targets), gradient
+    outputs = outputs.detach()
+    label = likelihood.label(likelihood.mean(outputs))
+    right = math.nan
+    if label is not None and label.shape == targets.shape:
+        right = float(label.eq(targets).double().mean()) * len(targets)
+    weights = likelihood.weights(outputs, targets)
+    return losses.detach(), weights, gradient, right, likelihood.moments(outputs, targets)

@@ -53,6 +53,7 @@ _LAST_LAYER = "last-layer"
 _PLAIN = (
     "estimator", "tolerance", "solver", "seed", "memory_budget", "batch_size",
     "residual_tolerance", "max_products", "smallest", "max_seconds", "checkpoint",
+    "allow_probabilities",
 )  # fmt: skip
 
 
@@ -102,6 +103,12 @@ def register(commands: Any) -> None:
         type=_noise,
         metavar="σ",
         help="of mse: the targets' standard deviation around the mean, or estimate (default)",
+    )
+    add(
+        "--allow-probabilities",
+        action="store_true",
+        default=None,
+        help="take outputs that look like those of a softmax or sigmoid for logits",
     )
     add(
         "--params",
@@ -258,6 +265,7 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
         "level": fit.level,
         "effective_parameters": fit.effective_parameters,
         "effective_parameters_interval": interval_of(fit),
+        "train_accuracy": fit.diagnostics["train_accuracy"],
         "relative_gradient": fit.diagnostics["relative_gradient"],
         "spectra": {
             name: {

@@ -71,6 +71,25 @@ class Likelihood(ABC):
         """The entropy (…,) in nats of the labels that a mean (…, C) predicts."""
         raise NotImplementedError(f"the {self.name} likelihood has no labels")
 
+    def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Whether outputs (B, C) are means already, such as those of a softmax, and no logits."""
+        return False
+
+    def moments(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What `constant_answer` needs to know of the targets, summed over them, (k, C)."""
+        return outputs.new_zeros(0, outputs.shape[1], dtype=torch.float64)
+
+    def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
+        """The accuracy, and the least mean loss, of outputs that are the same for all inputs.
+
+        Args:
+            moments: of all `count` targets.
+
+        Returns:
+            NaN for an accuracy where targets are no labels, and for what is not known.
+        """
+        return math.nan, math.nan
+
     @abstractmethod
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Rᵀ, (B, C, C), with R Rᵀ = ∂²loss/∂z² (the targets decide how much an example counts)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +59,25 @@ class Bernoulli(Likelihood):
             reduction="none",
         ).sum(-1)
         return loss if self.scale == 1 else self.scale * loss
+
+    def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
+        # Logits may lie in [0, 1] by chance: it counts how likely the targets are either way, by
+        # three standard errors.
+        if not bool(((outputs >= 0) & (outputs <= 1)).all()):
+            return False
+        gain = self.loss(outputs, targets) - self.loss(outputs.logit(eps=1e-6), targets)
+        return bool(gain.mean() > 3 * gain.std(correction=0) / math.sqrt(len(gain)))
+
+    def moments(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets.double().sum(0, keepdim=True)
+
+    def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
+        yes = moments[0].cpu()
+        no = count - yes
+        much = yes if self.pos_weight is None else yes * yes.new_tensor(self.pos_weight)
+        loss = self.scale * (torch.special.entr(much / (much + no)) * (much + no)).sum()
+        loss = loss + self.scale * (torch.special.entr(no / (much + no)) * (much + no)).sum()
+        return float(torch.maximum(yes, no).mean()) / count, float(loss) / count
 
     def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs.sigmoid()

@@ -106,6 +106,23 @@ class Categorical(Likelihood):
             reduction="none",
         )
 
+    def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
+        # To the rounding of bfloat16. (Log-probabilities are logits.)
+        return bool((outputs >= 0).all() and ((outputs.sum(1) - 1).abs() < 5e-3).all())
+
+    def moments(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.bincount(targets.long(), minlength=outputs.shape[1]).double()[None]
+
+    def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
+        counts = moments[0].cpu()
+        classes = torch.arange(len(counts))
+        weights = torch.ones_like(counts) if self.weight is None else counts.new_tensor(self.weight)
+        smoothing = self.label_smoothing / len(counts)
+        best = weights * ((1 - self.label_smoothing) * counts + smoothing * counts @ weights)
+        logits = best.clamp(min=1e-300).log().expand(len(counts), -1)
+        loss = counts @ self.loss(logits, classes) / count
+        return float(counts.max()) / count, float(loss)
+
     def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
         return outputs.softmax(dim)
 

@@ -15,6 +15,27 @@ from deltabars.errors import ModelError, UsageError, shortened
 from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
 from deltabars.sources.weights import read_weights
 
+_MARK = "_deltabars_trained"
+
+Factory = TypeVar("Factory")
+
+
+def trained(factory: Factory) -> Factory:
+    """Mark a class, function or Module as one that has trained weights without a weights file.
+
+    `deltabars fit --model net.py:load` refuses a factory without `--weights`, whose weights are
+    those of the initialisation as far as anybody can know, unless it is marked.
+
+    Example:
+        >>> import deltabars, torch
+        >>> @deltabars.trained
+        ... def load():
+        ...     model = torch.nn.Linear(4, 3)
+        ...     model.load_state_dict(torch.load("net.pt"))
+        ...     return model
+    """
+    setattr(factory, _MARK, True)
+    return factory
 
 
 @dataclass(frozen=True)
