@@ -158,7 +158,7 @@ DATA = {
     "inputs alone": (lambda x, y: x, r"\(inputs, targets\).*got Tensor"),
     "no labels": (lambda x, y: {"x": x, "y": y}, r"'labels', got \['x', 'y'\]"),
     "a path": (lambda x, y: "train.pt", "expected a DataLoader.*got str"),
-    "arrays": (lambda x, y: (x.numpy(), y.numpy()), "torch.from_numpy"),
+    "arrays of texts": (lambda x, y: (x.numpy().astype(str), y), "categories numbers first"),
     "NaN": (lambda x, y: (x.index_fill(0, y[:1] * 0 + 3, torch.nan), y), "1 of the 29 examples"),
     "infinity": (lambda x, y: (x / 0.0, y), "29 of the 29 examples"),
     "augmentation": (augmented, NOT_REPEATING),

@@ -341,7 +341,6 @@ CATEGORICAL, BERNOULLI, GAUSSIAN = "categorical", "bernoulli", "gaussian"
         (BERNOULLI, lambda y: FLOAT, 3, "For class numbers use .* For real numbers use 'gaussian'"),
         (Bernoulli((1, 2)), lambda y: FLOAT > 0, 3, "one for each of 3 outputs, got 2"),
         (GAUSSIAN, lambda y: y, 3, r"got \(23,\). For class numbers use likelihood='categorical'"),
-        (GAUSSIAN, lambda y: y.double(), 1, r"got \(23,\). Reshape them with .unsqueeze\(1\)"),
         (GAUSSIAN, lambda y: FLOAT.long(), 3, r"\.float\(\). For class .* For 0 or 1 use 'bern"),
         (GAUSSIAN, lambda y: FLOAT[:, :2], 3, r"got \(23, 2\). Give one target for each output"),
         (GAUSSIAN, lambda y: FLOAT / 0, 3, "expected finite values, got NaN"),

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-from deltabars.errors import DataError
+from deltabars.errors import DataError, first_line
 from deltabars.inputs import Inputs, Signature, leaves, map_leaves
 
-LABELS = "labels"
+LABELS = ("labels", "label")  # of which the first that is there has the targets
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,22 @@ class Batch:
 
 def labelled(raw: Any) -> Batch:
     """A training batch: `(inputs, targets)`, `(input, input, …, targets)`, or a mapping with
-    `labels`.
+    `labels` or `label`.
     """
     if isinstance(raw, Mapping):
-        if LABELS not in raw:
+        key = label_key(raw)
+        if key is None:
             raise DataError(
-                f"Data: expected mapping batches with an entry {LABELS!r}, got {sorted(raw)}. "
-                f"Rename the one with the targets."
+                f"Data: expected mapping batches with an entry 'label' or 'labels', got "
+                f"{sorted(raw)}. Rename the one with the targets."
             )
-        inputs: Any = {name: value for name, value in raw.items() if name != LABELS}
-        targets = raw[LABELS]
+        inputs: Any = {name: value for name, value in raw.items() if name != key}
+        targets = raw[key]
     elif isinstance(raw, tuple | list) and len(raw) >= 2:
         inputs, targets = (raw[0] if len(raw) == 2 else tuple(raw[:-1])), raw[-1]
     else:
         raise DataError(
-            "Data: expected batches (inputs, targets) or mappings with 'labels', got "
+            "Data: expected batches (inputs, targets) or mappings with 'labels' or 'label', got "
             f"{type(raw).__name__}."
         )
     batch = Batch(_as_inputs(inputs), _as_tensor(targets, "targets"))
@@ -80,7 +82,9 @@ def labelled(raw: Any) -> Batch:
 def unlabelled(raw: Any, signature: Signature) -> Batch:
     """A batch to predict: inputs alone, or a training batch, whose targets are left out."""
     if isinstance(raw, Mapping):
-        raw = {name: value for name, value in raw.items() if name != LABELS}
+        key = label_key(raw)  # which may be an input of the network, where it is not `labels`
+        if key is not None and key not in (signature.names or ()):
+            raw = {name: value for name, value in raw.items() if name != key}
     elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
         raw = raw[0]  # ((input, input), targets) or ({name: input}, targets)
     elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
@@ -88,6 +92,43 @@ def unlabelled(raw: Any, signature: Signature) -> Batch:
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
     return Batch(_as_inputs(raw), None)
+
+
+def label_key(raw: Mapping[Any, Any]) -> str | None:
+    """The entry of a mapping that has the targets; None where it has none."""
+    return next((key for key in LABELS if key in raw), None)
+
+
+def as_tensors(data: Any) -> Any:
+    """Data whose NumPy arrays, in tuples, lists and mappings, have become tensors."""
+    if isinstance(data, np.ndarray):
+        return _from_array(data, "data")
+    if isinstance(data, Mapping) and any(isinstance(each, np.ndarray) for each in data.values()):
+        return {name: as_tensors(value) for name, value in data.items()}
+    if isinstance(data, tuple | list) and any(hasattr(part, "__array__") for part in data):
+        return tuple(as_tensors(part) for part in data)
+    return data
+
+
+def collated(rows: list[Any]) -> Any:
+    """Rows of a dataset as a batch; of mappings, numbers and lists of numbers become tensors.
+
+    So they are in a `datasets.Dataset` without a format, whose lists torch's own way would turn.
+    """
+    if not isinstance(rows[0], Mapping):
+        return default_collate(rows)
+    return {name: _column([row[name] for row in rows], str(name)) for name in rows[0]}
+
+
+def _column(values: list[Any], name: str) -> Tensor:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Data: expected numbers of one shape in the column {name!r}, got "
+            f"{type(values[0]).__name__} ({first_line(error).rstrip('.')}). Leave the column out "
+            "(remove_columns), tokenise texts with padding, and turn pictures into tensors."
+        ) from error
 
 
 def iterate(data: Any, batch_size: int) -> Iterable[Any]:
@@ -100,20 +141,16 @@ def iterate(data: Any, batch_size: int) -> Iterable[Any]:
     """
     if isinstance(data, DataLoader):
         return data
+    data = as_tensors(data)
     if isinstance(data, Tensor | Mapping) or _is_tensors(data):
         return _slices(data, batch_size)
     if isinstance(data, tuple | list):
-        if any(hasattr(part, "__array__") for part in data):
-            kinds = ", ".join(type(part).__name__ for part in data)
-            raise DataError(
-                f"Data: expected tensors, got ({kinds}). Convert arrays with torch.from_numpy."
-            )
         return data
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, torch.utils.data.IterableDataset) or (
         is_dataset and not isinstance(data, str | bytes)
     ):
-        return DataLoader(data, batch_size=batch_size)
+        return DataLoader(data, batch_size=batch_size, collate_fn=collated)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes):
         return data
     raise DataError(
@@ -220,9 +257,23 @@ def _as_inputs(raw: Any) -> Inputs:
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return _from_array(value, what)
     if not isinstance(value, Tensor):
         raise DataError(
-            f"Data: expected tensors, got {type(value).__name__} for {what}. "
-            "Convert arrays with torch.from_numpy."
+            f"Data: expected tensors or NumPy arrays, got {type(value).__name__} for {what}. Of a "
+            "datasets.Dataset in a DataLoader: dataset.set_format('torch')."
         )
     return value
+
+
+def _from_array(array: np.ndarray, what: str) -> Tensor:
+    """An array of numbers as a tensor, which shares its memory where torch can."""
+    if array.dtype.kind not in "biufc":
+        raise DataError(
+            f"Data: expected numbers, got an array of {array.dtype} for {what}. Give categories "
+            "numbers first, and arrays of objects a type: array.astype(numpy.float32)."
+        )
+    plain = array.astype(array.dtype.newbyteorder("="), copy=False)
+    strided = all(stride >= 0 for stride in plain.strides)
+    return torch.from_numpy(plain if plain.flags.writeable and strided else plain.copy())

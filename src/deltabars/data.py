@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch, check_can_be_read_again, is_fixed, iterate, labelled
+from deltabars.batches import (
+    Batch,
+    as_tensors,
+    check_can_be_read_again,
+    is_fixed,
+    iterate,
+    labelled,
+)
 from deltabars.determinism import with_own_numbers
 from deltabars.errors import DataError
 from deltabars.inputs import Signature, leaves, map_leaves
@@ -46,6 +53,7 @@ class TrainingData:
         report: Callable[[int, str], None] = lambda done, what: None,
         ranks: Ranks | None = None,
     ) -> None:
+        data = as_tensors(data)
         check_can_be_read_again(data)
         ranks = ranks or Ranks()
         part = own_part(data, ranks)

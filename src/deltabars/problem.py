@@ -114,6 +114,7 @@ class Problem:
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
         self.data = TrainingData(data, self.device, self.dtype, room, report, self.ranks)
+        self.num_outputs = 0  # until the model is probed
         advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))
         self._pixels = _raw_pixels(first)
@@ -200,7 +201,10 @@ class Problem:
 
     def chunks(self, size: int | None = None) -> Iterator[Batch]:
         """One pass over the data in chunks, on the device."""
-        return self.data.chunks(size or self.chunk_size.value)
+        for batch in self.data.chunks(size or self.chunk_size.value):
+            assert batch.targets is not None
+            targets = self.likelihood.arranged(batch.targets, self.num_outputs)
+            yield Batch(batch.inputs, targets)
 
     def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
         """The loss of each example of a batch, (B,), as a function of the parameters."""

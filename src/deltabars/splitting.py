@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -139,9 +138,9 @@ def _check_enough(count: int, ranks: Ranks) -> None:
 
 def _is_dataset(data: Any) -> bool:
     return (
-        isinstance(data, Dataset)
-        and not isinstance(data, IterableDataset)
+        hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
+        and not isinstance(data, IterableDataset | Mapping | tuple | list | str | bytes)
     )
 
 

@@ -59,7 +59,8 @@ def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
             batch = labelled(raw)
             assert batch.targets is not None
             found = scorer.predict(batch.inputs, None, False)
-            targets = batch.targets.to(fit.network.device)
+            targets = fit.likelihood.arranged(batch.targets, fit.num_outputs)
+            targets = targets.to(fit.network.device)
             fit.likelihood.check_targets(found["0"].mean, targets)
             for place, prediction in enumerate(found.values()):
                 losses = _losses(fit.likelihood, prediction, targets, noises[place])

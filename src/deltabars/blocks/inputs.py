@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from deltabars.batches import Batch, is_fixed, iterate
+from deltabars.batches import Batch, as_tensors, collated, is_fixed, iterate
 from deltabars.errors import DataError, first_line
 from deltabars.inputs import Signature, leaves
 from deltabars.sources.source import Source, batch_of, fingerprint_of
@@ -49,7 +49,7 @@ def inputs_of(source: Source, signature: Signature) -> Inputs:
         DataError: there are none, or they have no order.
     """
     source.check_ordered()
-    data = source.data
+    data = as_tensors(source.data)
     if is_fixed(data):
         return _ByNumber(_Tensors(data, signature))
     if isinstance(data, DataLoader):
@@ -100,7 +100,7 @@ class _Items:
         return len(self._dataset)
 
     def read(self, start: int, end: int, size: int) -> Iterator[Batch]:
-        options: dict[str, Any] = {"batch_size": size, **self._options}
+        options: dict[str, Any] = {"batch_size": size, "collate_fn": collated, **self._options}
         if end - start <= options["batch_size"]:  # workers take longer to start than that
             options |= {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
         some: Any = Subset(self._dataset, range(start, end))

@@ -32,6 +32,10 @@ class Likelihood(ABC):
     name: str
     discrete: bool  # whether targets are labels: a prediction of labels has an entropy
 
+    def arranged(self, targets: Tensor, num_outputs: int) -> Tensor:
+        """Targets in the shape of C outputs, where they may have another."""
+        return targets
+
     @abstractmethod
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise DataError unless `targets` fit `outputs` (B, C)."""

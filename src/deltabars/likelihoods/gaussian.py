@@ -57,6 +57,10 @@ class Gaussian(Likelihood):
         if not isinstance(self.estimated, bool):
             raise BadValueError(f"estimated: expected True or False, got {self.estimated!r}.")
 
+    def arranged(self, targets: Tensor, num_outputs: int) -> Tensor:
+        """Numbers (B,) are those of one output (B, 1): a difference of the two would be (B, B)."""
+        return targets[:, None] if num_outputs == targets.ndim == 1 else targets
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = "For class numbers use likelihood='categorical'."
         check_same_shape(outputs, targets, classes)

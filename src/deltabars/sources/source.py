@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.batches import LABELS, Batch, iterate, unlabelled
+from deltabars.batches import Batch, as_tensors, iterate, label_key, unlabelled
 from deltabars.errors import DataError
 from deltabars.inputs import Inputs, Signature, leaves, map_leaves
 
@@ -116,11 +116,13 @@ def _targets(raw: Any, signature: Signature) -> Tensor | None:
     """The targets of a raw batch, where it has them."""
     found = None
     if isinstance(raw, Mapping):
-        found = raw.get(LABELS)
+        key = label_key(raw)
+        found = None if key is None or key in (signature.names or ()) else raw[key]
     elif isinstance(raw, tuple | list) and (
         len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
     ):
         found = raw[-1]
+    found = as_tensors(found)
     return found if isinstance(found, Tensor) else None
 
 

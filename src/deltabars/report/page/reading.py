@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from deltabars.batches import LABELS, Batch, is_fixed, iterate, labelled, unlabelled
+from deltabars.batches import (
+    Batch,
+    as_tensors,
+    collated,
+    is_fixed,
+    iterate,
+    label_key,
+    labelled,
+    unlabelled,
+)
 from deltabars.errors import DataError
 from deltabars.inputs import Signature, leaves, map_leaves
 
@@ -38,6 +47,7 @@ class Source:
         """
         if hasattr(inputs, "__len__") and len(inputs) == 0:
             raise DataError("inputs: expected at least one, got none.")
+        inputs = as_tensors(inputs)
         if is_fixed(inputs):
             return cls(_told_apart(inputs, signature), signature)
         by_place = hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")
@@ -56,7 +66,8 @@ class Source:
         """The inputs at some places, and their targets where they come with some."""
         if isinstance(self.data, Batch):
             return self.data.rows(torch.as_tensor(places))
-        (raw,) = DataLoader(Subset(self.data, places), batch_size=len(places))
+        rows = Subset(self.data, places)
+        (raw,) = DataLoader(rows, batch_size=len(places), collate_fn=collated)
         return _told_apart(raw, self.signature)
 
     def batches(self) -> Iterator[Batch]:
@@ -89,7 +100,8 @@ def _looks_like_images(leaf: Tensor) -> bool:
 def _told_apart(raw: Any, signature: Signature) -> Batch:
     """Inputs with their targets where there is one tensor more than the network takes."""
     if isinstance(raw, Mapping):
-        has_targets = LABELS in raw
+        key = label_key(raw)
+        has_targets = key is not None and key not in (signature.names or ())
     else:
         several = isinstance(raw, tuple | list)
         nested = several and len(raw) == 2 and not isinstance(raw[0], Tensor)
