@@ -324,8 +324,9 @@ class Problem:
             )
         self._check_independence(batch, outputs)
         assert batch.targets is not None
-        self.likelihood.check_targets(outputs, batch.targets)
-        if not allow_probabilities and self.likelihood.are_probabilities(outputs, batch.targets):
+        targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
+        self.likelihood.check_targets(outputs, targets)
+        if not allow_probabilities and self.likelihood.are_probabilities(outputs, targets):
             what, end, inverse = (
                 ("rows that are non-negative and sum to one", "softmax", "torch.log")
                 if outputs.shape[1] > 1 and self.likelihood.name == "categorical"
