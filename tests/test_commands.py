@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from contextlib import redirect_stdout
+from datetime import date
 from io import StringIO
 from pathlib import Path
 
@@ -459,6 +460,60 @@ class TestRank:
         assert kept.stat().st_mtime_ns == state
         (data / first["rows"][0]["input"]).unlink()
         assert result(capsys, "rank", own_run, "--data", data)["inputs"] == TEST - 1
+
+    @pytest.mark.parametrize(
+        ("by", "title"),
+        [
+            ("target", "probability of target"),
+            ("entropy", "entropy"),
+            ("mutual_information", "mutual information"),
+        ],
+    )
+    def test_what_the_order_is_by_is_shown(self, workshop, own_run, tmp_path, capsys, by, title):
+        arguments = ["rank", str(own_run), "--data", str(workshop.folder / "test"), "--by", by]
+        out = tmp_path / "first.csv"
+        rows = result(capsys, *arguments, "--count", 4, "--out", out)["rows"]
+        prediction, targets = workshop.fit().predict(workshop.test[0]), workshop.test[1]
+        places = ranked(prediction, 4, by=by, targets=targets)
+        chosen = prediction[places]
+        values = (
+            chosen.mean.gather(1, targets[places, None])[:, 0]
+            if by == "target"
+            else getattr(chosen, by)
+        )
+        column = "target_probability" if by == "target" else by
+        assert [row[column] for row in rows] == pytest.approx(values.tolist(), rel=1e-5)
+        assert column in out.read_text().splitlines()[0].split(",")
+        assert main([*arguments, "--count", "4", "--quiet"]) == 0
+        heading, titles, *lines = capsys.readouterr().out.splitlines()
+        assert f", by {by}" in heading
+        assert title in titles
+        for line, value in zip(lines, values.tolist(), strict=False):
+            assert f" {value:.4f} " in line
+
+    def test_a_look_at_other_data_does_not_change_what_reports_are_about(
+        self, workshop, own_run, tmp_path, capsys
+    ):
+        def about(*arguments):
+            page = str(tmp_path / "page.html")
+            assert main(["report", str(own_run), "--quiet", "--out", page, *arguments]) == 0
+            return capsys.readouterr().out
+
+        test, train = (str(workshop.folder / name) for name in ("test", "train"))
+        today = date.today().isoformat()
+        result(capsys, "rank", own_run, "--data", test)
+        assert f"The page of 200 inputs of {train}, predicted {today}" in about()
+        result(capsys, "predict", own_run, "--data", test)
+        for command in (("rank", "--data", train), ("rank", "--rank", 7), ("rank",)):
+            result(capsys, command[0], own_run, *command[1:])
+        assert f"The page of {TEST} inputs of {test}, predicted {today}" in about()
+        assert main(["rank", str(own_run), "--rank", "7", "--quiet"]) == 0
+        assert f"{TEST} inputs of {test}, predicted {today}" in (said := capsys.readouterr().out)
+        assert " with rank 7, by score\n" in said
+        assert f"of {train}" in about("--data", train)
+        assert f"of {test}" in about()
+        result(capsys, "predict", own_run, "--data", train)
+        assert f"of {train}" in about()
 
     def test_a_table_to_read(self, workshop, own_run, capsys):
         data = ("--data", str(workshop.folder / "test"))

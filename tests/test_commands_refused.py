@@ -142,7 +142,9 @@ FIT = [
     ("", ("--rank", "0"), "rank"),
     ("", ("--tolerance", "0.1"), "tolerance"),
     ("", ("--params", "nothing*"), "nothing*"),
-    ("", ("--device", "warp"), "--device: expected cpu or cuda, got 'warp'"),
+    ("", ("--device", "warp"), "--device: expected cpu, cuda or cuda:N, got 'warp'."),
+    ("", ("--device", "gpu"), "--device: expected cpu, cuda or cuda:N, got 'gpu'."),
+    ("", ("--device", "mps"), "got 'mps' (mps has no float64, which is needed)."),
     ("existing", (), "It is no RUN"),
     ("existing", ("--overwrite",), "It is no RUN"),
     ("", ("--out", "/proc/run"), "/proc"),  # where not even the superuser may write
@@ -163,6 +165,67 @@ def test_fit_refuses(kind, options, said, workshop, place, capsys):
     assert code == 1
     assert said in only_line(capsys)
     assert contents(place) == before
+
+
+EARLY = [
+    ("--l2", "0"), ("--l2", "*=-1"), ("--l2", "none*=1"), ("--rank", "0"), ("--rank", "461"),
+    ("--rank", "auto", "--tolerance", "0"), ("--tolerance", "0.1"), ("--seed", "-1"),
+    ("--batch-size", "0"), ("--residual-tolerance", "0"), ("--max-products", "0"),
+    ("--smallest", "1"), ("--params", "nothing*"), ("--max-seconds", "0"), ("--device", "gpu"),
+    ("--solver", "incremental", "--estimator", "hessian"), ("--label-smoothing", "2"),
+    ("--pos-weight", "1"), ("--loss", "mse", "--noise", "0"), ("--class-weights", "nan", "1"),
+]  # fmt: skip
+TOUCHING = """\
+def pair():
+    open("read", "w").close()
+    raise ValueError("these data must not be read")
+"""
+
+
+@pytest.mark.parametrize("options", EARLY)
+def test_values_are_checked_before_data_are_read(options, workshop, place, capsys):
+    Path("data.py").write_text(TOUCHING)
+    given = [word for word in workshop.options if word != "--gray"]
+    code = main(["fit", *given, "--data", "data.py:pair", "--out", "run", "--quiet", *options])
+    assert code == 1
+    assert "must not be read" not in only_line(capsys)
+    assert contents(place) == {"data.py"}
+
+
+@pytest.mark.parametrize("command", ["predict", "rank", "report"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rank", "31"), "rank"),
+        (("--estimator", "ggn"), "estimator"),
+        (("--classes", "best"), "'top5'"),
+        (("--classes", "12"), "classes"),
+        (("--batch-size", "0"), "batch_size"),
+    ],
+)
+def test_what_a_fit_cannot_give_is_refused_before_data_are_read(
+    command, options, said, workshop, place, capsys
+):
+    Path("data.py").write_text(TOUCHING)
+    out = ("--out", "page.html") if command == "report" else ()
+    given = ["--data", "data.py:pair", "--device", "cpu", "--quiet", *out, *options]
+    assert main([command, str(workshop.run), *given]) == 1
+    assert said in only_line(capsys)
+    assert contents(place) == {"data.py"}
+
+
+def test_a_table_that_is_there_is_replaced_only_when_asked(workshop, place, capsys):
+    shutil.copytree(workshop.run, "run")
+    asked = ["predict", "run", "--data", str(workshop.folder / "flat"), "--quiet", "--out"]
+    Path("a.csv").write_text("mine")
+    assert main([*asked, "a.csv"]) == 1
+    assert "expected a file that does not exist, got a.csv. Give --overwrite" in only_line(capsys)
+    assert Path("a.csv").read_text() == "mine"
+    assert main([*asked, "a.csv", "--overwrite"]) == 0
+    assert Path("a.csv").read_text().startswith("input,")
+    capsys.readouterr()
+    assert main([*asked, "a/", "--overwrite"]) == 1
+    assert "expected a FILE as --out with it, got the folder a/" in only_line(capsys)
 
 
 RUN = [

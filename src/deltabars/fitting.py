@@ -12,7 +12,7 @@ import torch
 from deltabars.checkpoints import Checkpoint, opened
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
-from deltabars.decay import L2
+from deltabars.decay import L2, Decay
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError, ModelError
@@ -22,8 +22,9 @@ from deltabars.identity import identity_of
 from deltabars.likelihoods import Likelihood, Loss
 from deltabars.manifest import manifest
 from deltabars.noise import with_settled_noise
-from deltabars.parameters import Selection
+from deltabars.parameters import ParameterSpace, Selection
 from deltabars.plain import plain_model
+from deltabars.predicting import check_batch_size
 from deltabars.problem import Problem
 from deltabars.progress import Deadline, Progress, check_seconds
 from deltabars.ranks import check_same_options, current, same_everywhere
@@ -176,21 +177,22 @@ def fit(
             ranks,
             {**given, "checkpoint": checkpoint is not None, "deterministic": deterministic},
         )
-        if not isinstance(estimator, str) or estimator not in ESTIMATORS:
-            raise BadValueError(
-                f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
-                "serves hessian and opg as well."
-            )
-        automatic = is_automatic(rank, tolerance, probe, solver)
-        asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
-        options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
-        options.check_for(ESTIMATORS[estimator])
-        limit = check_seconds(max_seconds)
-        if limit is not None and solver in ("dense", "arpack"):
-            raise BadValueError(
-                f"max_seconds: expected solver 'auto', 'krylov' or 'incremental', got {solver!r}, "
-                "which has no pairs before its end."
-            )
+        options, automatic, limit = check_arguments(
+            model,
+            l2=l2,
+            estimator=estimator,
+            rank=rank,
+            tolerance=tolerance,
+            probe=probe,
+            params=params,
+            solver=solver,
+            seed=seed,
+            batch_size=batch_size,
+            residual_tolerance=residual_tolerance,
+            max_products=max_products,
+            smallest=smallest,
+            max_seconds=max_seconds,
+        )
         deadline = Deadline(limit, ranks)
         session = stack.enter_context(opened(checkpoint, ranks))
         model = plain_model(model)
@@ -223,7 +225,6 @@ def fit(
             given["rank"] = options.rank
         if automatic:
             options = replace(options, rank=problem.num_reached)
-        check_rank(options.rank, problem.num_parameters)
         problem.warn_if_far_from_optimum()
         record = manifest(problem, weights, {**given, "seed": options.seed, "max_seconds": limit})
         diagnostics: dict[str, Any] = {
@@ -297,3 +298,48 @@ def fit(
         progress=progress,
     )
     return with_settled_noise(fitted)
+
+
+def check_arguments(
+    model: torch.nn.Module,
+    *,
+    l2: L2,
+    estimator: str = "opg",
+    rank: int | str | None = None,
+    tolerance: float | None = None,
+    probe: Any = None,
+    params: Selection = None,
+    solver: str = "auto",
+    seed: int = 0,
+    batch_size: int | None = None,
+    residual_tolerance: float | None = None,
+    max_products: int | None = None,
+    smallest: int = 0,
+    max_seconds: float | None = None,
+) -> tuple[SolverOptions, bool, float | None]:
+    """Refuse arguments of `fit` that are wrong for any data, before these are read.
+
+    Returns:
+        The options of the solver, whether the rank chooses itself, and the seconds there are.
+    """
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+        raise BadValueError(
+            f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
+            "serves hessian and opg as well."
+        )
+    automatic = is_automatic(rank, tolerance, probe, solver)
+    asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
+    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
+    options.check_for(ESTIMATORS[estimator])
+    limit = check_seconds(max_seconds)
+    if limit is not None and solver in ("dense", "arpack"):
+        raise BadValueError(
+            f"max_seconds: expected solver 'auto', 'krylov' or 'incremental', got {solver!r}, "
+            "which has no pairs before its end."
+        )
+    check_batch_size(batch_size)
+    space = ParameterSpace.select(plain_model(model), params)
+    Decay.read(l2, space)
+    if not automatic and rank is not None:
+        check_rank(options.rank, space.size)
+    return options, automatic, limit

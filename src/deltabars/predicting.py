@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deltabars.classes import choose_classes
+from deltabars.classes import Classes, choose_classes
 from deltabars.covariance import ESTIMATORS
 from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.sensitivity import check_space
@@ -38,13 +38,9 @@ def predict(
     progress: bool | None,
 ) -> Any:
     """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
-    names = served(fit, estimator)
-    used = fit.rank if rank is None else rank
-    if not is_whole(used) or not 1 <= used <= fit.rank:
-        raise BadValueError(
-            f"rank: expected a whole number from 1 to the {fit.rank} fitted pairs, got "
-            f"{used!r}. Fit with a larger rank for more."
-        )
+    names, used, chosen = check_asked(
+        fit, estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
+    )
     check_space(space)
     if bound not in BOUNDS:
         raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
@@ -53,9 +49,7 @@ def predict(
             "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
             "estimate only."
         )
-    check_batch_size(batch_size)
     shown = shows_progress(fit, progress)
-    chosen = choose_classes(classes, fit.num_outputs, fit.likelihood)
     average = choose_moderation(
         moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
     )
@@ -78,6 +72,30 @@ def predict(
     results = scorer.predict(inputs, batch_size, shown)
     asked_for_one = estimator is None or isinstance(estimator, str)
     return results[names[0]] if asked_for_one else results
+
+
+def check_asked(
+    fit: DeltaFit,
+    *,
+    estimator: str | Sequence[str] | None = None,
+    rank: int | None = None,
+    classes: str | Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> tuple[list[str], int, Classes | None]:
+    """The estimators, the rank and the classes that are asked for, before inputs are read.
+
+    Raises:
+        BadValueError: the fit does not have them.
+    """
+    names = served(fit, estimator)
+    used = fit.rank if rank is None else rank
+    if not is_whole(used) or not 1 <= used <= fit.rank:
+        raise BadValueError(
+            f"rank: expected a whole number from 1 to the {fit.rank} fitted pairs, got "
+            f"{used!r}. Fit with a larger rank for more."
+        )
+    check_batch_size(batch_size)
+    return names, used, choose_classes(classes, fit.num_outputs, fit.likelihood)
 
 
 def check_batch_size(batch_size: Any) -> None:

@@ -80,6 +80,20 @@ def ranked(
     return order[:count]
 
 
+def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
+    """The probability (B,) that each input's own target has.
+
+    Raises:
+        BadValueError: there are no class numbers as targets, or not all classes.
+    """
+    if targets is None or targets.ndim != 1 or prediction.classes is not None:
+        raise BadValueError(
+            "by: expected class numbers as targets, and the probabilities of all classes, for "
+            "'target', got data without them. Choose another order."
+        )
+    return prediction.mean.gather(1, targets[:, None])[:, 0]
+
+
 def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     """A number (B,) that is high for inputs to look at first."""
     if by not in CRITERIA:
@@ -87,12 +101,7 @@ def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     if by == "probability":
         return -prediction.mean.amax(1)
     if by == "target":
-        if targets is None or targets.ndim != 1 or prediction.classes is not None:
-            raise BadValueError(
-                "by: expected class numbers as targets, and the probabilities of all classes, for "
-                "'target', got data without them. Choose another order."
-            )
-        return -prediction.mean.gather(1, targets[:, None])[:, 0]
+        return -target_probability(prediction, targets)
     value: Tensor | None = getattr(prediction, by)
     if value is None:
         raise BadValueError(

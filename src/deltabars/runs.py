@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from deltabars.sources.source import fingerprint_of
 from deltabars.writing import check_parent, write_text, write_whole
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
+_ASIDE = "aside"  # the names of predictions that commands made to look at
 _FORMAT = 1
 _MOST = 16 << 20  # bytes of a description
 
@@ -148,6 +150,8 @@ class Run:
                 raise TypeError("outputs")
             if classes is not None and not _are_names(classes):
                 raise TypeError("classes")
+            if not _are_names(content.get(_ASIDE, [])):
+                raise TypeError(_ASIDE)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 f"{folder / _DESCRIPTION} is altered: it cannot be read "
@@ -189,8 +193,11 @@ class Run:
             )
         return replace(source, classes=own if own is not None else given)
 
-    def keep(self, kept: Kept) -> Path:
-        """Keep a prediction; one of the same data and options takes the place of the former."""
+    def keep(self, kept: Kept, *, aside: bool = False) -> Path:
+        """Keep a prediction; one of the same data and options takes the place of the former.
+
+        What is kept `aside` is found again, and is not the latest.
+        """
         arrays = kept.arrays()
         folder = self.path / _PREDICTIONS
         path = folder / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
@@ -203,9 +210,12 @@ class Run:
             write_whole(path, lambda draft: np.savez(draft, **arrays))
             with turn(self.path):  # of several commands that keep predictions at the same time
                 content = parse_json(read_start(self.path / _DESCRIPTION, _MOST))
-                named = content.setdefault(_PREDICTIONS, {})
-                named.pop(path.name, None)
-                named[path.name] = asdict(kept.data.absolute())
+                named, others = content.setdefault(_PREDICTIONS, {}), content.get(_ASIDE, [])
+                if not aside or path.name not in named:
+                    named.pop(path.name, None)
+                    named[path.name] = asdict(kept.data.absolute())
+                    here = [path.name] if aside else []
+                    content[_ASIDE] = [name for name in others if name != path.name] + here
                 write_text(self.path / _DESCRIPTION, json.dumps(content, indent=1))
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
@@ -218,13 +228,19 @@ class Run:
         path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, about)}.npz"
         return read_kept(path, data) if path.is_file() else None
 
+    def when(self, kept: Kept) -> datetime | None:
+        """When a prediction was kept; None where it is not there."""
+        path = self.path / _PREDICTIONS / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
+        return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
+
     def latest(self) -> Kept | None:
-        """The prediction that was kept last; None if there is none.
+        """The prediction that was kept last, and not aside; None if there is none.
 
         Files that run.json does not name are left out with a warning: nobody knows of which data
         they are, but for what they say themselves.
         """
-        folder, known = self.path / _PREDICTIONS, Run.open(self.path).predicted
+        folder, now = self.path / _PREDICTIONS, Run.open(self.path)
+        known, beside = now.predicted, set(now.about.get(_ASIDE, ()))
         files = {path.name for path in folder.glob("*.npz") if not path.name.startswith("draft-")}
         if strange := sorted(files - set(known)):
             warnings.warn(
@@ -234,7 +250,7 @@ class Run:
                 DataWarning,
                 stacklevel=2,
             )
-        last = next((name for name in reversed(known) if name in files), None)
+        last = next((name for name in reversed(known) if name in files - beside), None)
         return None if last is None else read_kept(folder / last, known[last])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from deltabars.commands.options import (
 from deltabars.commands.python import Code, call, made, program
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitted import DeltaFit
+from deltabars.fitting import check_arguments
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.ranks import current
@@ -181,6 +183,8 @@ def run(options: argparse.Namespace) -> None:
     model, data = named_model(options), named_data(options)
     model.check_weights()
     network = model.load()
+    known = signature(check_arguments).parameters
+    check_arguments(network, **{name: value for name, value in arguments.items() if name in known})
     source = data.load()
     check_together(network, source, data)
     count = f", {len(source):,} examples" if len(source) else ""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, first_line
 from deltabars.memory import read_bytes
 from deltabars.reading import parse_json
 from deltabars.sources import NamedData, NamedModel
@@ -192,6 +193,10 @@ def compute_device(asked: str | None) -> torch.device:
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("another kind of device.")
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadValueError(f"--device: expected cpu or cuda, got {asked!r}: {reason}") from error
+        known = re.fullmatch(r"cpu|cuda(:\d+)?", asked) is not None
+        why = f": {first_line(error)}" if known else " (mps has no float64, which is needed)."
+        raise BadValueError(
+            f"--device: expected cpu, cuda or cuda:N, got {asked!r}"
+            + (why if known or asked.startswith("mps") else ".")
+        ) from error
     return device

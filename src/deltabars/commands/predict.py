@@ -23,7 +23,7 @@ from deltabars.commands.options import (
 )
 from deltabars.commands.predicting import arguments_for, load_all, predict_and_keep
 from deltabars.commands.python import Code, call, program
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, StorageError
 from deltabars.ranks import current
 from deltabars.records import Kept
 from deltabars.tables import check_ending
@@ -66,6 +66,7 @@ def register(commands: Any) -> None:
         metavar="FILE",
         help=".csv, .jsonl or .parquet; or FOLDER/, for any number of inputs",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace a FILE that is there")
     parser.add_argument(
         "--block-size",
         type=int,
@@ -80,6 +81,11 @@ def register(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Predict, write the table, and say what was found."""
     if is_folder(options.out):
+        if options.overwrite:
+            raise BadValueError(
+                f"--overwrite: expected a FILE as --out with it, got the folder {options.out}. "
+                "Remove it to begin again; without the option the blocks that are there stay."
+            )
         predict_into_folder(options)
         return
     _check_out(options)
@@ -144,3 +150,8 @@ def _check_out(options: argparse.Namespace) -> None:
     if options.out is not None:
         check_ending(Path(options.out))
         check_can_write(Path(options.out), "--out")
+        if Path(options.out).exists() and not options.overwrite:
+            raise StorageError(
+                f"--out: expected a file that does not exist, got {options.out}. Give --overwrite "
+                "to replace it."
+            )

@@ -19,8 +19,9 @@ from deltabars.commands.options import (
     named_data,
     named_model,
 )
-from deltabars.errors import DataError
+from deltabars.errors import DataError, printable
 from deltabars.fitted import DeltaFit
+from deltabars.predicting import check_asked
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
 from deltabars.records import Kept
@@ -50,6 +51,7 @@ def load_all(options: argparse.Namespace) -> tuple[Run, NamedData, Source, Delta
     found = open_run(options)
     data = named_data(options, found.data)
     fit = load_fit(found, options)
+    _check(fit, arguments_for(options, found), options)
     source = found.load_data(data)
     count = f", {len(source):,} inputs" if len(source) else ""
     sayer(options.quiet)(f"data: {data.spec}{count}")
@@ -74,14 +76,37 @@ def find_or_predict(options: argparse.Namespace, found: Run) -> Kept:
     if latest is not None and not is_data_named(options) and not asked_of(options):
         return latest
     data = named_data(options, found.data if latest is None else latest.data)
-    source = found.load_data(data)
     asked = arguments_for(options, found)
+    fit = None
+    if asked_of(options) or options.batch_size is not None:
+        fit = load_fit(found, options)
+        _check(fit, asked, options)
+    source = found.load_data(data)
     kept = found.find(data, about(asked, source))
     if kept is not None:
         return kept
     sayer(options.quiet)(f"predicting {data.spec}")
-    fit = load_fit(found, options)
-    return predict_and_keep(found, fit, data, source, asked, options)[0]
+    fit = fit or load_fit(found, options)
+    return predict_and_keep(found, fit, data, source, asked, options, aside=True)[0]
+
+
+def subject(found: Run, kept: Kept) -> str:
+    """What a prediction is of, how it was asked for, and when it was made, in words."""
+    asked = [
+        f"{name.replace('_', '-')} {value}" for name, value in dict(kept.about["asked"]).items()
+    ]
+    when = found.when(kept)
+    return (
+        f"{len(kept.names):,} inputs of {printable(kept.data.spec)}"
+        + ("" if when is None else f", predicted {when:%Y-%m-%d %H:%M}")
+        + (f" with {printable(', '.join(asked))}" if asked else "")
+    )
+
+
+def _check(fit: DeltaFit, asked: dict[str, Any], options: argparse.Namespace) -> None:
+    """Refuse what the fit cannot give, before data are read."""
+    known = {name: asked[name] for name in ("estimator", "rank", "classes") if name in asked}
+    check_asked(fit, batch_size=options.batch_size, **known)
 
 
 def predict_and_keep(
@@ -92,8 +117,13 @@ def predict_and_keep(
     asked: dict[str, Any],
     options: argparse.Namespace,
     out: Path | None = None,
+    *,
+    aside: bool = False,
 ) -> tuple[Kept, Path]:
-    """Predict all inputs, write a table of them, and keep the result: that, and where it is."""
+    """Predict all inputs, write a table of them, and keep the result: that, and where it is.
+
+    `aside` of a command that was to look at them, which does not decide what others are about.
+    """
     check_parent(found.path / "predictions", "RUN")
     into = _Predicted([], [], [])
     parts = _tables(
@@ -105,7 +135,7 @@ def predict_and_keep(
         for _ in parts:
             pass
     kept = into.kept(data, about(asked, source))
-    return kept, found.keep(kept)
+    return kept, found.keep(kept, aside=aside)
 
 
 def about(asked: dict[str, Any], source: Source) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from deltabars.commands.options import (
     add_output,
     add_run,
 )
-from deltabars.commands.predicting import find_or_predict, open_run
+from deltabars.commands.predicting import find_or_predict, open_run, subject
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError, printable
-from deltabars.ranking import CRITERIA, ranked
+from deltabars.ranking import CRITERIA, ranked, target_probability
 from deltabars.tables import check_ending, columns_of, plain_rows, write_table
 from deltabars.writing import check_can_write
 
@@ -40,6 +40,12 @@ examples:
   deltabars rank run --data test/ --wrong --most-certain --out wrong.csv
   deltabars rank run --by mutual_information       # unlike the training data
 """
+# Columns of a table that no other column shows.
+_SORTED_BY = {
+    "target": ("target_probability", "probability of target"),
+    "entropy": ("entropy", "entropy"),
+    "mutual_information": ("mutual_information", "mutual information"),
+}
 
 
 def register(commands: Any) -> None:
@@ -87,15 +93,16 @@ def run(options: argparse.Namespace) -> None:
     targets = None if kept.targets is None else kept.targets[places]
     names = [kept.names[place] for place in places.tolist()]
     columns = columns_of(chosen, names, targets, found.classes)
+    if options.by == "target":
+        columns["target_probability"] = target_probability(chosen, targets).numpy()
     if options.out is not None:
         write_table(options.out, [columns])
     if options.json:
         result = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by}
-        print(json.dumps({**result, "rows": plain_rows(columns)}, ensure_ascii=False))
+        print(json.dumps({**result, "rows": plain_rows(columns)}))
         return
-    data = printable(kept.data.spec)
-    print(f"{len(places):,} of the {len(kept.names):,} inputs of {data}, by {options.by}")
-    for line in _table(plain_rows(columns), chosen.std, _places(chosen)):
+    print(f"{len(places):,} of the {subject(found, kept)}, by {options.by}")
+    for line in _table(plain_rows(columns), chosen.std, _places(chosen), options.by):
         print(line)
 
 
@@ -128,9 +135,10 @@ def _places(chosen: Any) -> Tensor:
     return chosen.mean.argmax(-1) if len(chosen) else torch.empty(0, dtype=torch.int64)
 
 
-def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor) -> list[str]:
-    """Lines of text with aligned columns."""
-    titles = ["", "input", "target", "predicted", "probability ± std", "score (± error)"]
+def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor, by: str) -> list[str]:
+    """Lines of text with aligned columns, that of the order among them."""
+    column, title = _SORTED_BY.get(by, ("", ""))
+    titles = ["", "input", "target", title, "predicted", "probability ± std", "score (± error)"]
     cells = [titles]
     for number, row in enumerate(rows):
         label = row.get("label_name", row.get("label", ""))
@@ -141,6 +149,7 @@ def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor) -> list
                 str(number + 1),
                 printable(row["input"]),
                 printable(row.get("target_name", row.get("target", ""))),
+                f"{row[column]:.4f}" if column and row[column] is not None else "",
                 printable(label),
                 "" if probability is None else f"{probability:.4f} ± {bar:.4f}",
                 f"{row['score']:.4f} (± {row['score_error']:.1g})",
@@ -148,7 +157,7 @@ def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor) -> list
         )
     used = [j for j in range(len(titles)) if any(row[j] for row in cells[1:]) or j == 1]
     widths = {j: max(len(row[j]) for row in cells) for j in used}
-    left = (1, 2, 3)
+    left = (1, 2, 4)
     return [
         "  ".join(
             row[j].ljust(widths[j]) if j in left else row[j].rjust(widths[j]) for j in used

@@ -9,9 +9,9 @@ from typing import Any
 
 from deltabars.commands.loading import prediction_lines
 from deltabars.commands.options import DATA_HELP, add_asked, add_data, add_output, add_run
-from deltabars.commands.predicting import find_or_predict, load_fit, open_run
+from deltabars.commands.predicting import find_or_predict, load_fit, open_run, subject
 from deltabars.commands.python import Code, call, program
-from deltabars.errors import BadValueError, printable
+from deltabars.errors import BadValueError
 from deltabars.writing import check_can_write
 
 _DESCRIPTION = """\
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"out": str(options.out), "inputs": len(kept.names)}))
         return
-    print(f"The page of {len(kept.names):,} inputs of {printable(kept.data.spec)}: {options.out}")
+    print(f"The page of {subject(found, kept)}: {options.out}")
 
 
 def python(options: argparse.Namespace) -> str:
