@@ -149,12 +149,12 @@ def set_attributes(net):
         net.settings.factors[0] = 9.0
 
 
-def fit(model, **options):
+def fit(model, data=DATA, **options):
     settings = {"l2": 0.1, "rank": 6, "progress": False, **options}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=deltabars.errors.OptimumWarning)
         warnings.filterwarnings("ignore", category=deltabars.errors.SpectrumWarning)
-        return deltabars.fit(model, DATA, **settings)
+        return deltabars.fit(model, data, **settings)
 
 
 def build(kind):

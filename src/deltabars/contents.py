@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.behaviour import COUNT, MOST_NUMBERS
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.rounding import DTYPES
@@ -48,6 +49,8 @@ def check_header(header: Mapping[str, Any]) -> None:
         _expect(isinstance(statistics, dict), "statistics")
         _expect(all(isinstance(value, _SCALARS) for value in statistics.values()), "statistics")
     _check_inputs(header["inputs"])
+    if header.get("behaviour") is not None:
+        _check_behaviour(header["behaviour"], header["inputs"])
 
 
 def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
@@ -104,6 +107,25 @@ def _check_inputs(raw: Mapping[str, Any]) -> None:
             and all(_is_whole(size) and size < 1 << 62 for size in shape)
         )
         _expect(fits, "inputs")
+
+
+def _check_behaviour(raw: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    ranges = _list(raw["ranges"])
+    _expect(len(ranges) in (0, len(inputs["dtypes"])), "behaviour")
+    numbers = 0
+    for (shape, low, high), like in zip(ranges, inputs["shapes"] if ranges else [], strict=True):
+        fits = len(_list(shape)) <= _MOST_DIMENSIONS and all(map(_is_whole, shape))
+        _expect(fits and like in (None, shape) and _is_real(low) and _is_real(high), "behaviour")
+        numbers += COUNT * math.prod(shape)
+    _expect(numbers <= MOST_NUMBERS, "behaviour")
+    _expect(isinstance(raw["tensors"], dict), "behaviour")
+    for found in raw["tensors"].values():
+        _expect(len(_list(found)) == 3 and all(map(_is_real, found)), "behaviour")
+
+
+def _is_real(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and math.isfinite(value)
 
 
 def _expect(holds: bool, what: str) -> None:

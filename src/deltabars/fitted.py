@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltabars.behaviour import Behaviour
 from deltabars.certifying import certify
 from deltabars.choosing import covariance_of
 from deltabars.copies import offloaded, reduced
@@ -59,6 +60,7 @@ class DeltaFit(Shown):
     network: Network
     signature: Signature
     weights: str  # the fingerprint of the model's state
+    behaviour: Behaviour | None = None  # None of files that do not have it
     memory_budget: int | None = None
     progress: bool = True
     known_overlap: Tensor | None = None  # of the eigenvectors before they were rounded

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deltabars.behaviour import Behaviour
 from deltabars.checkpoints import Checkpoint, opened
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
@@ -294,6 +295,7 @@ def fit(
         network=problem.network,
         signature=problem.data.signature,
         weights=weights,
+        behaviour=Behaviour.of(problem.network, problem.data.signature, problem.ranges),
         memory_budget=memory_budget,
         progress=progress,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltabars import shards, storage
+from deltabars.behaviour import Behaviour, generated
 from deltabars.contents import check_header, check_overlap, check_spectra
 from deltabars.covariance import ESTIMATORS
 from deltabars.decay import Decay
@@ -18,6 +20,7 @@ from deltabars.eigen import EigenPairs
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
+    ModelWarning,
     WeightsMismatchError,
     first_line,
     shortened,
@@ -25,11 +28,11 @@ from deltabars.errors import (
 from deltabars.fitted import DeltaFit
 from deltabars.inputs import Signature
 from deltabars.likelihoods.named import from_description
-from deltabars.memory import CHUNK, resolve_budget, share
+from deltabars.memory import CHUNK, ran_out, resolve_budget, share
 from deltabars.network import Network, fingerprint
 from deltabars.parameters import ParameterSpace
 from deltabars.plain import as_written, plain_model
-from deltabars.saving import OVERLAP, SMALL
+from deltabars.saving import OUTPUTS, OVERLAP, SMALL
 from deltabars.vectors import Part, PartedVectors, whole
 
 _DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
@@ -50,7 +53,8 @@ def load(
     Args:
         path: the file, or the folder of several.
         model: the network, with the same weights.
-        check_weights: refuse a model whose weights differ from the fitted ones. With False only
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
             the names and shapes of the parameters must agree, and the error bars are those of
             the *given* weights under the fitted curvature.
         device: where to compute; the model's own by default.
@@ -95,6 +99,7 @@ def load(
         signature = _signature(header["inputs"])
         likelihood = from_description(header["likelihood"])
         check_spectra(spectra, space.size)
+        behaviour = _behaviour(header.get("behaviour"), tensors.get(OUTPUTS))
         if OVERLAP in tensors:
             check_overlap(tensors[OVERLAP], (len(spectra["hessian"]), len(spectra["opg"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -104,6 +109,9 @@ def load(
         ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
+    network = _settled(network, signature, behaviour)
+    if check_weights:
+        _check_behaviour(path, network, signature, behaviour)
     scales = header.get("scales", {})
     stays = _stays(offload, spectra, memory_budget, network.device)
     overlap = tensors.get(OVERLAP)
@@ -118,6 +126,7 @@ def load(
         network=replace(network, scales=scales),
         signature=signature,
         weights=header["weights"],
+        behaviour=behaviour,
         memory_budget=memory_budget,
         progress=progress,
         known_overlap=None if overlap is None else overlap.to(network.device),
@@ -175,6 +184,55 @@ def _signature(raw: dict[str, Any]) -> Signature:
         tuple(raw["dtypes"]),
         tuple(None if shape is None else tuple(shape) for shape in raw["shapes"]),
     )
+
+
+def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour | None:
+    if raw is None or outputs is None:
+        return None
+    if outputs.ndim != 2 or outputs.dtype != torch.float64 or not bool(outputs.isfinite().all()):
+        raise ValueError("behaviour cannot be so")
+    return Behaviour(
+        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
+        outputs,
+        _DTYPES[raw["dtype"]],
+        {name: tuple(found) for name, found in raw["tensors"].items()},
+    )
+
+
+def _settled(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
+    """The network, tried out on generated inputs where it takes any."""
+    ranges = () if behaviour is None else behaviour.ranges
+    if not ranges and None not in signature.shapes:
+        ranges = tuple((shape or (), 0.0, 1.0) for shape in signature.shapes)
+    try:
+        inputs = generated(signature, ranges, network.device, network.dtype)
+        return network.settled(inputs)
+    except Exception as error:  # of the user's own: it does not take these inputs
+        if ran_out(error) or isinstance(error, Warning):
+            raise
+        return replace(network, given=None)
+
+
+def _check_behaviour(
+    path: Any, network: Network, signature: Signature, behaviour: Behaviour | None
+) -> None:
+    if behaviour is None:
+        warnings.warn(
+            f"{path} was written by an earlier version, which noted the weights alone: expected to "
+            "compare the model's code, plain tensors and unsaved buffers with those of the fit, "
+            "got nothing to compare with. Save the fit again to have it noted.",
+            ModelWarning,
+            stacklevel=3,
+        )
+        return
+    difference = behaviour.difference(network, signature)
+    if difference:
+        raise WeightsMismatchError(
+            f"{path} was fitted to a model of the same weights that computes something else: "
+            f"{difference}. Build the model as it was for the fit: its code, its buffers that are "
+            "not saved, its plain tensors; or pass check_weights=False to use its curvature with "
+            "this one."
+        )
 
 
 def _check_model(

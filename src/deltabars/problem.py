@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deltabars.batches import Batch
+from deltabars.behaviour import ranges_of
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, ModelError, OptimumWarning
@@ -70,6 +71,7 @@ class Problem:
         train_accuracy: of the labels that the model predicts for its training data; None where
             targets are none.
         constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
+        ranges: of the first inputs (see `behaviour`).
         units: which units of the network any example switches on.
         reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
             where it is all of them, as far as is known.
@@ -117,6 +119,7 @@ class Problem:
         self.num_outputs = 0  # until the model is probed
         advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))
+        self.ranges = ranges_of(first.inputs)
         self._pixels = _raw_pixels(first)
         with model_errors(advice):
             self.network = self.network.settled(first.inputs)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SMALL = ("values", "residuals", "smallest", "smallest_residuals")
 OVERLAP = "overlap"
+OUTPUTS = "behaviour.outputs"
 MAX_FILE_SIZE = "5GB"
 
 
@@ -123,6 +124,13 @@ def head_of(
         for name, pairs in fit.spectra.items()
         for field in SMALL
     }
+    if fit.behaviour is not None:
+        header["behaviour"] = {
+            "ranges": [list(each) for each in fit.behaviour.ranges],
+            "dtype": str(fit.behaviour.dtype),
+            "tensors": {name: list(found) for name, found in fit.behaviour.tensors.items()},
+        }
+        tensors[OUTPUTS] = fit.behaviour.outputs
     if fit.estimator == "sandwich" and types is not None:
         # Of rounded vectors it would be another one, and of large ones it takes long.
         tensors[OVERLAP] = fit.overlap
