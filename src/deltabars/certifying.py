@@ -16,7 +16,13 @@ from deltabars.curvature.base import RowOperator
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.enclosing import Enclosure, enclose_inverse_forms, least_tolerance
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.errors import (
+    BadValueError,
+    ConvergenceWarning,
+    DataError,
+    option,
+)
+from deltabars.judging import Evidence
 from deltabars.likelihoods import unit_rows
 from deltabars.memory import BASIS, chunk_within, share
 from deltabars.network import model_errors
@@ -59,9 +65,9 @@ def certify(
             f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
             f"λ, got {name}. "
             + (
-                "Pass estimator='opg', which a sandwich fit serves."
+                f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
                 if "opg" in fit.spectra
-                else "Fit with estimator='ggn', the nearest to a Hessian, or 'opg'."
+                else f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
             )
         )
     count = max(current().count, ranks_of(fit.spectra).count)
@@ -76,7 +82,8 @@ def certify(
     if tolerance < 2 * least:
         raise BadValueError(
             f"tolerance: expected {2 * least:.2g} or more, which is what {fit.network.dtype} can "
-            f"promise, got {tolerance:g}. Fit with dtype=torch.float64 for less."
+            f"promise, got {tolerance:g}. Fit with "
+            f"{option('dtype', torch.float64)} for less."
         )
     if max_products is not None and (not is_whole(max_products) or max_products < 3):
         raise BadValueError(
@@ -109,7 +116,7 @@ class _Solver:
     def __init__(
         self, fit: DeltaFit, name: str, problem: Problem, tolerance: float, max_products: int
     ) -> None:
-        self.fit, self.problem = fit, problem
+        self.fit, self.name, self.problem = fit, name, problem
         self.operator = OPERATORS[name](problem)
         self.tolerance, self.max_products = tolerance, max_products
         # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
@@ -143,7 +150,8 @@ class _Solver:
                 ConvergenceWarning,
                 stacklevel=5,
             )
-        return Prediction.concatenate(parts)
+        evidence = Evidence.of(fit, fit.rank, self.name)
+        return Prediction.concatenate(parts).judged_by(evidence)
 
     def _default_batch_size(self) -> int:
         fit = self.fit
@@ -175,7 +183,13 @@ class _Solver:
         mean = likelihood.mean(outputs)
         value = mean if in_mean else outputs
         noise = likelihood.target_noise
-        prediction = Prediction.compute(value, _spread(low, high), likelihood.label(mean), noise)
+        prediction = Prediction.compute(
+            value,
+            _spread(low, high),
+            likelihood.label(mean),
+            noise,
+            of_probabilities=in_mean and likelihood.discrete,
+        )
         return prediction, int((~found.is_close).sum())
 
     def _enclose(self, rows: Tensor) -> Enclosure:

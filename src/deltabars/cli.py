@@ -29,6 +29,8 @@ from deltabars.errors import (
     DeltaBarsWarning,
     MemoryWarning,
     UsageError,
+    in_options,
+    on_command_line,
     printable,
 )
 
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _never_fail_to_print()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    names: set[str] = set()
     if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -84,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from deltabars.commands.launching import launched
 
         screen: Any = _Screen(sys.stdout)
-        with redirect_stdout(screen), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+        names = {action.dest for each in commands.values() for action in each._actions}
+        with redirect_stdout(screen), warnings.catch_warnings(), on_command_line(names):
+            warnings.showwarning = _Warnings(debug).show
             if options.print_python:
                 code = str(options.python(options))
                 encoding = sys.stdout.encoding or "utf-8"  # an escape means the character
@@ -112,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         if debug:
             print(_printable_lines(traceback.format_exc()), end="", file=sys.stderr)
-        _complain(_one_line(error))
+        with on_command_line(names):
+            _complain(_one_line(error))
         return 1
     return 0
 
@@ -193,7 +198,7 @@ def _one_line(error: Exception) -> str:
     """An error in one line: our own as they are, others with the place in the user's code."""
     message = " ".join(str(error).split())
     if isinstance(error, DeltaBarsError):
-        return message
+        return in_options(message)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
@@ -205,22 +210,30 @@ def _is_library(filename: str) -> bool:
     return filename.startswith("<") or str(Path(filename).resolve()).startswith(_LIBRARIES)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Our own warnings as one line, without the place in the code that gave them.
+class _Warnings:
+    """Shows each warning once, as one line without the place in the code that gave it."""
 
-    Those that all ranks give alike are the first rank's to show.
-    """
-    ours = issubclass(category, DeltaBarsWarning)
-    if ours and _speaker() and not issubclass(category, _OF_ONE_RANK):
-        return
-    text = f"deltabars: {_speaker()}warning: {message}\n"
-    if not ours:
-        text = warnings.formatwarning(message, category, filename, lineno, line)
-    print(_printable_lines(text), end="", file=file or sys.stderr)
+    def __init__(self, debug: bool) -> None:
+        self._debug = debug
+        self._shown: set[str] = set()
+
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Show a warning; one of ours that all ranks give alike is the first rank's to show."""
+        ours = issubclass(category, DeltaBarsWarning)
+        if ours and _speaker() and not issubclass(category, _OF_ONE_RANK):
+            return
+        said = " ".join(str(message).split())
+        if said in self._shown:
+            return
+        self._shown.add(said)
+        text = f"deltabars: {_speaker()}warning: {in_options(said) if ours else said}"
+        place = f" ({filename}, line {lineno})" if self._debug and not ours else ""
+        print(printable(text + place), file=file or sys.stderr)

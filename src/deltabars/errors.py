@@ -5,6 +5,54 @@ Every message has three parts: what was expected, what was found, and what to do
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_command_line: frozenset[str] = frozenset()  # names of the options of the command that runs
+
+
+_NONE_GIVEN = object()
+
+
+def option(name: str, value: object = _NONE_GIVEN) -> str:
+    """An option, alone or with a value, as the reader of a message gives it.
+
+    `rank='auto'` and `params=last_layer()` in Python; `--rank auto` and `--params last-layer` while
+    a command runs that has such an option. It is decided where the message is written, so that
+    nothing in a message that comes from users is ever taken for an option.
+    """
+    if name.rstrip("=") not in _command_line:
+        return name if value is _NONE_GIVEN else f"{name}={value!r}"
+    said = f"--{name.rstrip('=').replace('_', '-')}"
+    if value is None:
+        return f"no {said}"
+    if value is _NONE_GIVEN or value is True:
+        return said
+    text = value if isinstance(value, str) else str(value).replace("_", "-").rstrip("()")
+    return f"{said} {text.removeprefix('torch.')}"
+
+
+def in_options(message: str) -> str:
+    """A message that begins with the options it is about, `rank: expected …`, as its reader has it.
+
+    Only these first words, which no user writes, are looked at.
+    """
+    names, colon, rest = message.partition(": expected ")
+    if not all(name.replace("_", "").isalnum() for name in names.split(", ")):
+        return message
+    return ", ".join(map(option, names.split(", "))) + colon + rest
+
+
+@contextmanager
+def on_command_line(names: Iterable[str]) -> Iterator[None]:
+    """Name these options as the command line does, in all threads, until the end of the block."""
+    global _command_line
+    before, _command_line = _command_line, frozenset(names)
+    try:
+        yield
+    finally:
+        _command_line = before
+
 
 def printable(text: object) -> str:
     """A text that a terminal shows as it is, in one line.

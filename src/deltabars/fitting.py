@@ -14,6 +14,7 @@ from deltabars.checkpoints import Checkpoint, opened
 from deltabars.covariance import ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
 from deltabars.decay import L2, Decay
+from deltabars.effective import distance_from_optimum
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
 from deltabars.errors import BadValueError, ModelError
@@ -226,7 +227,6 @@ def fit(
             given["rank"] = options.rank
         if automatic:
             options = replace(options, rank=problem.num_reached)
-        problem.warn_if_far_from_optimum()
         record = manifest(problem, weights, {**given, "seed": options.seed, "max_seconds": limit})
         diagnostics: dict[str, Any] = {
             "manifest": record,
@@ -299,7 +299,11 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
-    return with_settled_noise(fitted)
+    fitted = with_settled_noise(fitted)
+    with ranks.together():
+        distance = distance_from_optimum(fitted, problem.gradient)
+    problem.warn_if_far_from_optimum(distance)
+    return replace(fitted, diagnostics={**diagnostics, "distance_from_optimum": distance})
 
 
 def check_arguments(

@@ -16,7 +16,7 @@ from deltabars.curvature.pullback import Pullback
 from deltabars.data import fingerprint_of
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
-from deltabars.errors import BadValueError, ConvergenceWarning, DataError
+from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
 from deltabars.likelihoods import Categorical, Gaussian
 from deltabars.network import model_errors
 from deltabars.problem import Problem
@@ -236,14 +236,15 @@ class ProbeGrowth:
             stopped = "memory budget"
         if stopped != "tolerance":
             warnings.warn(
-                f"rank='auto': expected scores within {self.tolerance:.3g} of themselves, got "
-                f"{self.reached:.3g} with {len(pairs)} eigenpairs, "
+                f"{option('rank', 'auto')}: expected scores within {self.tolerance:.3g} of "
+                f"themselves, got {self.reached:.3g} with {len(pairs)} eigenpairs, "
                 + {
                     "spectrum": "which are all above λ. ",
                     "memory budget": "with which the memory budget is used up; give a larger "
-                    "memory_budget. ",
-                    OUT_OF_TIME: "when max_seconds were over; give more, a larger tolerance, or a "
-                    "checkpoint, from which the same call resumes. ",
+                    f"{option('memory_budget')}. ",
+                    OUT_OF_TIME: f"when {option('max_seconds')} were over; give more, a larger "
+                    f"{option('tolerance')}, or a {option('checkpoint')}, from which the same call "
+                    "resumes. ",
                 }[stopped]
                 + "The error bounds of predictions tell how far they can be trusted.",
                 ConvergenceWarning,
@@ -262,14 +263,16 @@ def is_automatic(rank: Any, tolerance: Any, probe: Any, solver: Any) -> bool:
     if not isinstance(rank, str):
         if tolerance is not None or probe is not None:
             raise BadValueError(
-                f"tolerance, probe: expected them with rank='auto' only, got rank={rank!r}."
+                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
+                f"{option('rank', rank)}."
             )
         return False
     if rank != "auto":
         raise BadValueError(f"rank: expected a whole number or 'auto', got {rank!r}.")
     if solver in ("arpack", "incremental"):
         raise BadValueError(
-            f"solver: expected 'auto', 'krylov' or 'dense' with rank='auto', got {solver!r}, which "
+            f"solver: expected 'auto', 'krylov' or 'dense' with {option('rank', 'auto')}, "
+            f"got {solver!r}, which "
             "must know the rank before it starts."
         )
     good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)

@@ -13,7 +13,12 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
+from deltabars.errors import (
+    BadValueError,
+    MemoryWarning,
+    NotEnoughMemoryError,
+    option,
+)
 from deltabars.ranks import Ranks
 
 Result = TypeVar("Result")
@@ -155,14 +160,14 @@ class ChunkSize:
         if failed <= 1:
             raise NotEnoughMemoryError(
                 "Memory: expected room for one example at a time, got too little. Free some, use "
-                "a larger device, or choose fewer parameters with params=."
+                f"a larger device, or choose fewer parameters with {option('params=')}."
             )
         self.value = (failed + 1) // 2
         if not self._said:
             self._said.append(
                 f"Memory: expected room for {failed} examples at a time, got too little; going on "
-                f"with {self.value} or fewer. Start there with batch_size=, or with a smaller "
-                "memory_budget=."
+                f"with {self.value} or fewer. Start there with {option('batch_size=')}, or with "
+                f"a smaller {option('memory_budget=')}."
             )
             warnings.warn(self._said[0], MemoryWarning, stacklevel=3)
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from deltabars.definitions import AsDefined
 from deltabars.determinism import draws_numbers, same_bits
-from deltabars.errors import BadValueError, ModelError, ModelWarning, first_line
+from deltabars.errors import BadValueError, ModelError, ModelWarning, first_line, option
 from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
-from deltabars.parameters import ParameterSpace, Selection
+from deltabars.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.plain import as_written, plain_model
 from deltabars.precision import full_precision, working_dtype
 from deltabars.private import Seen, named_state, private_copy
@@ -86,7 +86,8 @@ class Network:
             if device is None and len(devices) > 1:
                 raise ModelError(
                     f"Expected a model on one device, got {sorted(map(str, devices))}. "
-                    "Move it with model.to(…), or name the device to compute on with device=."
+                    "Move it with model.to(…), or name the device to compute on with "
+                    f"{option('device=')}."
                 )
             own = state[space.names[0]].dtype
             kind = working_dtype(own, dtype)
@@ -290,8 +291,9 @@ class Network:
         for name, value in trained.items():
             if value.ndim < 1 or value.shape[0] != len(columns) or not reaches[name]:
                 raise ModelError(
-                    "last_layer(): expected the last registered layer to produce the outputs, got "
-                    f"{name}, which does not. Name the right one with params=[…]."
+                    f"{option('params', LastLayer())}: expected the last registered layer to "
+                    f"produce the outputs, got {name}, which does not. Name the right one with "
+                    f"{option('params=')}."
                 )
 
     def same_bits(self) -> AbstractContextManager[None]:

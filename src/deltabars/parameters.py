@@ -33,6 +33,9 @@ class LastLayer:
             raise ModelError("Expected a model with parameters, got one without any.")
         return last
 
+    def __repr__(self) -> str:
+        return "last_layer()"
+
 
 Selection = str | Sequence[str] | Predicate | LastLayer | None
 

@@ -10,7 +10,8 @@ from deltabars.covariance import ESTIMATORS
 from deltabars.covariance.spread import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, option
+from deltabars.judging import Evidence
 from deltabars.moderation import choose_moderation
 from deltabars.precision import full_precision
 from deltabars.scoring import Scorer
@@ -69,7 +70,10 @@ def predict(
         moderation=average,
         memory_budget=fit.memory_budget,
     )
-    results = scorer.predict(inputs, batch_size, shown)
+    results = {
+        name: found.judged_by(Evidence.of(fit, used, name))
+        for name, found in scorer.predict(inputs, batch_size, shown).items()
+    }
     asked_for_one = estimator is None or isinstance(estimator, str)
     return results[names[0]] if asked_for_one else results
 
@@ -123,7 +127,9 @@ def served(fit: DeltaFit, asked: str | Sequence[str] | None) -> list[str]:
     ]
     for name in names:
         if name not in possible:
-            advice = f" Fit with estimator={name!r} for that one." if name in ESTIMATORS else ""
+            advice = (
+                f" Fit with {option('estimator', name)} for that one." if name in ESTIMATORS else ""
+            )
             raise BadValueError(
                 f"estimator: expected one of {possible}, which this {fit.estimator} fit can "
                 f"serve, got {name!r}.{advice}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import Tensor
 from deltabars.covariance.spread import Spread
 from deltabars.drawing import draw_prediction
 from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.judging import Evidence, Judgement, impossible, judge, saturated
 from deltabars.moderation import Moderated
 from deltabars.showing import describe_prediction, describe_prediction_in_html
 
 # The columns of a table: those of an input, and those of its outputs by their titles.
 _ONE_AN_INPUT = (
     "score", "score_error", "score_low", "score_high", "mutual_information", "entropy",
+    "saturated", "impossible",
 )  # fmt: skip
 _SEVERAL_AN_INPUT = {"class": "classes"} | {
     name: name
@@ -60,6 +62,12 @@ class Prediction:
         entropy: of the moderated probabilities, in nats, (B,), or None.
         mutual_information: between label and weights, in nats, (B,), or None. The rest of the
             entropy is ambiguity that no further data would remove.
+        saturated: where the error bars vanish because the softmax saturates: `moderated` is more
+            than three scores, and a hundredth, from `mean`, (B,); None without `moderated`.
+        impossible: where an error bar is above √(p(1 − p)), the most that a probability can
+            scatter, (B,); None where the mean is no probability.
+        judgement: what the error bars can be read as, with the reason and the remedy; None if it
+            is not known. That of a part of a prediction is that of all of it.
     """
 
     mean: Tensor
@@ -80,6 +88,18 @@ class Prediction:
     moderated: Tensor | None = None
     entropy: Tensor | None = None
     mutual_information: Tensor | None = None
+    saturated: Tensor | None = None
+    impossible: Tensor | None = None
+    judged: InitVar[Judgement | None] = None  # all fields are arrays, and this is none
+
+    def __post_init__(self, judged: Judgement | None) -> None:
+        object.__setattr__(self, "judged", judged)
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """What the error bars can be read as."""
+        found: Judgement | None = self.__dict__["judged"]
+        return found
 
     @classmethod
     def compute(
@@ -93,8 +113,13 @@ class Prediction:
         with_covariance: bool = False,
         classes: Tensor | None = None,
         moderated: Moderated | None = None,
+        of_probabilities: bool = False,
     ) -> Prediction:
-        """Error bars of one batch; everything is float64 until the end."""
+        """Error bars of one batch; everything is float64 until the end.
+
+        Args:
+            of_probabilities: whether the mean is one of probabilities.
+        """
         std, score = spread.std(bound), spread.score(bound)
         kind = mean.dtype
         whole = spread.covariance if with_covariance else None
@@ -103,6 +128,10 @@ class Prediction:
         if moderated is not None:
             average, entropy = moderated.mean.to(kind), moderated.entropy.to(kind)
             information = moderated.mutual_information
+        flat = wide = None
+        if of_probabilities:
+            wide = impossible(mean, std.value)
+            flat = None if moderated is None else saturated(mean, score.value, moderated.mean)
         return cls(
             mean=mean,
             std=std.value.to(kind),
@@ -122,6 +151,8 @@ class Prediction:
             moderated=average,
             entropy=entropy,
             mutual_information=None if information is None else information.to(kind),
+            saturated=flat,
+            impossible=wide,
         )
 
     @classmethod
@@ -134,7 +165,16 @@ class Prediction:
             name: None if column[0] is None else torch.cat(column)
             for name, column in columns.items()
         }
-        return cls(**joined)
+        whole = cls(**joined)
+        judgements = {part.judgement for part in parts}
+        first = parts[0].judgement
+        if first is None or len({found.evidence for found in judgements if found}) != 1:
+            return whole
+        return whole if None in judgements else whole.judged_by(first.evidence)
+
+    def judged_by(self, evidence: Evidence) -> Prediction:
+        """The same prediction with its judgement."""
+        return replace(self, judged=judge(evidence, self))
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -228,4 +268,4 @@ class Prediction:
     def _map(self, function: Any) -> Prediction:
         present: dict[str, Any] = {name: function(value) for name, value in self._present().items()}
         values: dict[str, Any] = {field.name: present.get(field.name) for field in fields(self)}
-        return Prediction(**values)
+        return Prediction(**values, judged=self.judgement)

@@ -23,7 +23,7 @@ from deltabars.batches import Batch
 from deltabars.behaviour import ranges_of
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
-from deltabars.errors import BadValueError, ModelError, OptimumWarning
+from deltabars.errors import BadValueError, ModelError, OptimumWarning, option
 from deltabars.inputs import Signature, leaves, map_leaves
 from deltabars.likelihoods import Likelihood, Loss, read_loss
 from deltabars.likelihoods.named import told_apart
@@ -39,9 +39,30 @@ _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations kept for derivatives, that these take about
 _PROBE = 64  # examples that the model is tried out on
-FAR_FROM_OPTIMUM = 0.5
+_FAR, _FAR_RELATIVE = 1.0, 0.5
 _AT_OPTIMUM = 0.1  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of a constant answer
+TRAIN_ON = (
+    "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
+    "SGD and Adam; not of AdamW)."
+)
+
+
+def is_far(relative_gradient: float, distance: float | None) -> bool:
+    """Whether the optimum is so far that predictions there lie outside of their error bars.
+
+    Args:
+        relative_gradient: ‖∇cost‖ over the norms of its two parts.
+        distance: from the optimum, in error bars; None where it is not known.
+    """
+    return relative_gradient > _FAR_RELATIVE and (distance is None or distance > _FAR)
+
+
+def how_far(relative_gradient: float, distance: float | None) -> str:
+    """The same in words."""
+    if distance is None:
+        return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
+    return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
 
 
 class Problem:
@@ -214,16 +235,20 @@ class Problem:
         assert batch.targets is not None
         return self.likelihood.loss(self.network.outputs(trained, batch.inputs), batch.targets)
 
-    def warn_if_far_from_optimum(self) -> None:
-        """Warn where the gradient of the cost is far from zero, or nothing has been learned."""
+    def warn_if_far_from_optimum(self, distance: float | None) -> None:
+        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
+
+        Args:
+            distance: from the optimum, in error bars; None where it is not known.
+        """
         chance = self._chance()
-        if chance or self.relative_gradient > FAR_FROM_OPTIMUM:
+        if chance or is_far(self.relative_gradient, distance):
+            moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
             warnings.warn(
                 f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
                 f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
-                f"{self.relative_gradient:.0%} of the sum of its two parts. Train longer, or give "
-                "the l2 that the network was trained with (weight_decay of SGD and Adam; not of "
-                f"AdamW).{self._advice_on_training_mode()}",
+                f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
+                f"{self._advice_on_training_mode()}",
                 OptimumWarning,
                 stacklevel=3,
             )
@@ -271,10 +296,15 @@ class Problem:
         }
         if not kinds:
             return ""
+        last = set(LastLayer().names(self.network.model))
+        other = (
+            ""
+            if last.issuperset(self.parameters.names)
+            else f", or take {option('params', LastLayer())}, which is less affected"
+        )
         return (
             f" The model has {' and '.join(sorted(kinds))}, so the cost it was trained with is not "
-            "quite this one, of eval mode: train on for a while in eval mode, or take "
-            "params=last_layer(), which is less affected."
+            f"quite this one, of eval mode: train on for a while in eval mode{other}."
         )
 
     def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
@@ -338,8 +368,7 @@ class Problem:
             raise ModelError(
                 f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
                 f"it out, or return {inverse} of what it gives: the loss applies a {end} itself. "
-                "allow_probabilities=True (--allow-probabilities on the command line) takes them "
-                "for logits."
+                f"{option('allow_probabilities', True)} takes them for logits."
             )
         return outputs.shape[1]
 

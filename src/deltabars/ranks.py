@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltabars.columns import Columns
-from deltabars.errors import BadValueError, DeltaBarsError, RankError, first_line
+from deltabars.errors import (
+    BadValueError,
+    DeltaBarsError,
+    RankError,
+    first_line,
+    option,
+)
 from deltabars.watching import Watch
 
 # torch 2.13 has other names for them.
@@ -192,7 +198,8 @@ class _Group(Ranks):
         if self._device is not None and not tensor.is_cuda:
             raise BadValueError(
                 "Process group: expected a backend for the CPU, which the fit computes on, got "
-                "NCCL alone. Use init_process_group('cpu:gloo,cuda:nccl'), or device='cuda'."
+                "NCCL alone. Use init_process_group('cpu:gloo,cuda:nccl'), or "
+                f"{option('device', 'cuda')}."
             )
 
     def _tensor(self, value: Any) -> Tensor:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from deltabars.archives import read_arrays
 from deltabars.errors import CorruptFileError, first_line
+from deltabars.judging import Judgement
 from deltabars.prediction import Prediction
 from deltabars.reading import parse_json
 from deltabars.sources import NamedData
 
 _TUPLES = ("size", "mean", "std")
-_ONE_AN_INPUT = ("score", "entropy", "mutual_information")
+_ONE_AN_INPUT = ("score", "entropy", "mutual_information", "saturated", "impossible")
+_MARKS = ("saturated", "impossible")
 _OPTIONAL = ("covariance", "label")
 _UNKNOWN = NamedData("data that are not named")
 
@@ -55,6 +57,8 @@ class Kept:
         found["names"] = np.array(self.names)
         if self.targets is not None:
             found["targets"] = self.targets.cpu().numpy()
+        if self.prediction.judgement is not None:
+            found["judgement"] = np.array(json.dumps(asdict(self.prediction.judgement)))
         about = {**self.about, "data": asdict(self.data.absolute())}
         found["about"] = np.array(json.dumps(about))
         return found
@@ -75,7 +79,10 @@ def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
             for field in fields(Prediction)
             if f"prediction.{field.name}" in arrays
         }
-        prediction = Prediction(**{**dict.fromkeys(_OPTIONAL), **values})
+        judged = None
+        if "judgement" in arrays:  # older files have none
+            judged = Judgement.read(parse_json(str(arrays["judgement"])))
+        prediction = Prediction(**{**dict.fromkeys(_OPTIONAL), **values}, judged=judged)
         targets = torch.from_numpy(arrays["targets"]) if "targets" in arrays else None
         names = tuple(str(name) for name in arrays["names"])
         _check(values, names, targets)
@@ -94,7 +101,8 @@ def _check(values: Mapping[str, Tensor], names: tuple[str, ...], targets: Tensor
         whole = name in ("label", "classes")
         # A label is one of all classes, or a row of yes and no.
         fits = value.shape == shape or (name == "label" and value.shape == (count,))
-        if not fits or whole == value.is_floating_point() or value.is_complex():
+        kind = value.dtype == torch.bool if name in _MARKS else whole != value.is_floating_point()
+        if not fits or not kind or value.is_complex():
             raise ValueError(f"{name} of shape {tuple(value.shape)}")
     if len(names) != count or (targets is not None and len(targets) != count):
         raise ValueError(f"{len(names)} names of {count} inputs")

@@ -150,6 +150,7 @@ class Scorer:
             with_covariance=self.with_covariance,
             classes=None if self.classes is None else self.classes(outputs),
             moderated=moderated,
+            of_probabilities=self.space == "probability" and self.likelihood.discrete,
         )
 
     def _choose_chunk_size(self, batch: Batch) -> int:

@@ -21,6 +21,7 @@ class _Row:
 
     place: int
     output: int
+    note: str
     mean: float
     std: float
     std_error: float
@@ -34,21 +35,41 @@ class _Row:
             f"{self.output}",
             f"{self.mean:.4f} ± {self.std:.4f} (± {self.std_error:.1g})",
             f"{self.score:.4f} (± {self.score_error:.1g})",
+            self.note,
         ]
 
 
-_TITLES = ["input", "output", "mean ± std (± error)", "score (± error)"]
+_TITLES = ["input", "output", "mean ± std (± error)", "score (± error)", ""]
+
+
+def _note_of(prediction: Prediction, place: int) -> str:
+    """What is wrong with the error bars of an input, in a word."""
+    marks = {"saturated": prediction.saturated, "impossible": prediction.impossible}
+    return ", ".join(name for name, mark in marks.items() if mark is not None and mark[place])
+
+
+def remarks(prediction: Prediction) -> list[str]:
+    """The judgement, a line for its reason and one for the remedy; of marks what they mean."""
+    lines = [] if prediction.judgement is None else prediction.judgement.lines
+    counts = [
+        (int(mark.sum()), said)
+        for mark, said in (
+            (prediction.saturated, "saturated: the error bar vanishes with the softmax's slope"),
+            (prediction.impossible, "impossible: the error bar is above √(p(1 − p))"),
+        )
+        if mark is not None
+    ]
+    said = "; ".join(f"{count:,} {said}" for count, said in counts if count)
+    return [*lines, *([f"Marked: {said}."] if said else [])]
 
 
 def describe_prediction(prediction: Prediction) -> str:
     """The first inputs, one a line."""
     table = [_TITLES, *(row.cells for row in _rows(prediction, _IN_TEXT))]
     widths = [max(len(row[j]) for row in table) for j in range(len(_TITLES))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in table
-    ]
-    return "\n".join([_head(prediction), *lines, *_more(prediction, _IN_TEXT)])
+    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in table]
+    more = _more(prediction, _IN_TEXT)
+    return "\n".join([_head(prediction), *lines, *more, *remarks(prediction)])
 
 
 def describe_prediction_in_html(prediction: Prediction) -> str:
@@ -58,10 +79,11 @@ def describe_prediction_in_html(prediction: Prediction) -> str:
     ends = [row.mean + sign * row.std for row in rows for sign in (-1, 1)]
     scale = (0.0, 1.0) if is_probability or not ends else (min(ends), max(ends))
     table = html_table(
-        [*_TITLES[:3], "", _TITLES[3]],
-        [[*row.cells[:3], _bar(row, scale, is_probability), row.cells[3]] for row in rows],
+        [*_TITLES[:3], "", *_TITLES[3:]],
+        [[*row.cells[:3], _bar(row, scale, is_probability), *row.cells[3:]] for row in rows],
     )
-    more = "".join(paragraph(line) for line in _more(prediction, _IN_HTML))
+    lines = [*_more(prediction, _IN_HTML), *remarks(prediction)]
+    more = "".join(paragraph(line) for line in lines)
     return paragraph(_head(prediction)) + table + more
 
 
@@ -72,7 +94,8 @@ def _rows(prediction: Prediction, most: int) -> list[_Row]:
         numbers = (shown.mean[i, k], shown.std[i, k], shown.std_error[i, k])
         output = k if shown.classes is None else int(shown.classes[i, k])
         scores = (shown.score[i], shown.score_error[i])
-        rows.append(_Row(i, output, *(float(x) for x in (*numbers, *scores))))
+        told = (float(x) for x in (*numbers, *scores))
+        rows.append(_Row(i, output, _note_of(shown, i), *told))
     return rows
 
 

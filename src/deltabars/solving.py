@@ -16,9 +16,10 @@ from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
-from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.errors import BadValueError, ConvergenceWarning, option
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
+from deltabars.parameters import LastLayer
 from deltabars.precision import full_precision
 from deltabars.progress import Deadline, Progress
 from deltabars.sessions import MatrixCheckpoint
@@ -163,11 +164,13 @@ def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
 def _warn_of_time(name: str, rank: int, pairs: EigenPairs, is_kept: bool) -> None:
     left = int(pairs.statistics.get(ROWS_LEFT, 0))
     got = f"the {len(pairs)} that had converged" if not left else f"none of {left:,} rows' share"
-    resume = "the same call resumes" if is_kept else "with checkpoint=FOLDER it can be resumed"
+    resume = (
+        "the same call resumes" if is_kept else f"with {option('checkpoint=')} it can be resumed"
+    )
     warnings.warn(
         f"max_seconds: expected {rank} eigenpairs of the {name}, got {got} when the time was over. "
         f"Error bounds count what is missing. Give more time ({resume}), a smaller rank, or fewer "
-        "parameters, such as params=last_layer().",
+        f"parameters, such as {option('params', LastLayer())}.",
         ConvergenceWarning,
         stacklevel=4,
     )

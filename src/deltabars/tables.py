@@ -19,7 +19,9 @@ from deltabars.prediction import Prediction
 from deltabars.writing import write_whole
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
-_ONE_AN_INPUT = ("score", "score_error", "mutual_information", "entropy")
+_ONE_AN_INPUT = (
+    "score", "score_error", "mutual_information", "entropy", "saturated", "impossible",
+)  # fmt: skip
 _SEVERAL_AN_INPUT = ("mean", "std", "std_error", "total_std", "moderated")
 _NAMED = ("target", "label")  # have a column of names, or a column an output
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")

@@ -13,6 +13,7 @@ from deltabars.commands.loading import fit_lines
 from deltabars.commands.options import named_data
 from deltabars.commands.predicting import arguments_for, load_all, open_run
 from deltabars.commands.python import Code, call, made, program
+from deltabars.judging import Judgement
 from deltabars.tables import ENDINGS
 
 
@@ -66,14 +67,19 @@ def folder_program(options: argparse.Namespace) -> str:
     )
 
 
-def show(result: dict[str, Any], options: argparse.Namespace) -> None:
+def show(
+    result: dict[str, Any], options: argparse.Namespace, judgement: Judgement | None = None
+) -> None:
     """What was found, as text or as JSON."""
     if options.json:
-        print(json.dumps(result))
+        told = {} if judgement is None else {"judgement": judgement.plain}
+        print(json.dumps({**result, **told}))
         return
     for name, value in result.items():
         if value is not None:
             print(f"{name.replace('_', ' '):22}{_text(value)}")
+    for line in judgement.lines if judgement is not None else ():
+        print(line)
 
 
 def _text(value: Any) -> str:

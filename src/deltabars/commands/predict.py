@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     out = None if options.out is None else Path(options.out)
     kept, path = predict_and_keep(found, fit, data, source, asked, options, out)
     result = {**summary(kept), "out": options.out, "predictions": str(path)}
-    show(result, options)
+    show(result, options, kept.prediction.judgement)
     if options.json:
         return
     print(f"\nThe inputs to look at first: deltabars rank {options.fitted}")
@@ -133,6 +133,10 @@ def summary(kept: Kept) -> dict[str, Any]:
         for name, rows in (("right", right), ("wrong", ~right)):
             mean = float(prediction.score[rows].mean()) if bool(rows.any()) else None
             found[f"mean_score_{name}"] = mean
+    for name in ("saturated", "impossible"):
+        mark = getattr(prediction, name)
+        if mark is not None:
+            found[name] = int(mark.sum())
     return found
 
 

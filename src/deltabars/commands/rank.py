@@ -23,6 +23,7 @@ from deltabars.commands.predicting import find_or_predict, open_run, subject
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError, printable
 from deltabars.ranking import CRITERIA, ranked, target_probability
+from deltabars.showing import remarks
 from deltabars.tables import check_ending, columns_of, plain_rows, write_table
 from deltabars.writing import check_can_write
 
@@ -98,11 +99,14 @@ def run(options: argparse.Namespace) -> None:
     if options.out is not None:
         write_table(options.out, [columns])
     if options.json:
-        result = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by}
+        judged = kept.prediction.judgement
+        told = {} if judged is None else {"judgement": judged.plain}
+        result = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by, **told}
         print(json.dumps({**result, "rows": plain_rows(columns)}))
         return
     print(f"{len(places):,} of the {subject(found, kept)}, by {options.by}")
-    for line in _table(plain_rows(columns), chosen.std, _places(chosen), options.by):
+    lines = _table(plain_rows(columns), chosen.std, _places(chosen), options.by)
+    for line in [*lines, *remarks(chosen)]:
         print(line)
 
 
@@ -138,7 +142,9 @@ def _places(chosen: Any) -> Tensor:
 def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor, by: str) -> list[str]:
     """Lines of text with aligned columns, that of the order among them."""
     column, title = _SORTED_BY.get(by, ("", ""))
-    titles = ["", "input", "target", title, "predicted", "probability ± std", "score (± error)"]
+    titles = [
+        "", "input", "target", title, "predicted", "probability ± std", "score (± error)", "note",
+    ]  # fmt: skip
     cells = [titles]
     for number, row in enumerate(rows):
         label = row.get("label_name", row.get("label", ""))
@@ -153,11 +159,12 @@ def _table(rows: Sequence[dict[str, Any]], std: Tensor, leading: Tensor, by: str
                 printable(label),
                 "" if probability is None else f"{probability:.4f} ± {bar:.4f}",
                 f"{row['score']:.4f} (± {row['score_error']:.1g})",
+                ", ".join(name for name in ("saturated", "impossible") if row.get(name)),
             ]
         )
     used = [j for j in range(len(titles)) if any(row[j] for row in cells[1:]) or j == 1]
     widths = {j: max(len(row[j]) for row in cells) for j in used}
-    left = (1, 2, 4)
+    left = (1, 2, 4, 7)
     return [
         "  ".join(
             row[j].ljust(widths[j]) if j in left else row[j].rjust(widths[j]) for j in used

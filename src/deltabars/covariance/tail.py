@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, SpectrumWarning
+from deltabars.errors import (
+    BadValueError,
+    SpectrumWarning,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Tail:
         if rank == 0:
             raise BadValueError(
                 "Spectrum: expected at least one positive eigenvalue, got none. The weights are "
-                "not near a minimum of the cost; train longer or use estimator='opg' or 'ggn'."
+                "not near a minimum of the cost; train longer or use "
+                f"{option('estimator', 'opg')} or 'ggn'."
             )
         last = float(values[rank - 1])
         floor = min(l2, last)
@@ -122,7 +127,11 @@ def warn_about_spectrum(
     """
     lost = torch.finfo(dtype).eps * float(values[0].abs()) / l2
     if lost > _LOST:
-        advice = "Use dtype=torch.float64" if dtype != torch.float64 else "Scale the inputs"
+        advice = (
+            f"Use {option('dtype', torch.float64)}"
+            if dtype != torch.float64
+            else "Scale the inputs"
+        )
         warnings.warn(
             f"Expected a largest eigenvalue of the {name} of at most "
             f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
@@ -137,8 +146,8 @@ def warn_about_spectrum(
         warnings.warn(
             f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
             f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
-            "counts as the harmonic mean of λ and the last positive one; rank="
-            f"{max(1, len(values) - negative)} uses all that are positive.",
+            "counts as the harmonic mean of λ and the last positive one; "
+            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
             SpectrumWarning,
             stacklevel=stacklevel,
         )
@@ -146,7 +155,7 @@ def warn_about_spectrum(
         warnings.warn(
             f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
             f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
-            f"what lies below. rank={max(1, len(values) - below)} keeps those above λ.",
+            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
             SpectrumWarning,
             stacklevel=stacklevel,
         )

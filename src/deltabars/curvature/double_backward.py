@@ -9,7 +9,11 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.curvature.singles import UNSUPPORTED
-from deltabars.errors import ModelError, first_line
+from deltabars.errors import (
+    ModelError,
+    first_line,
+    option,
+)
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import ran_out
 from deltabars.network import Network
@@ -107,6 +111,6 @@ def _flat(network: Network, gradient: Tensor, trained: dict[str, Tensor], vector
 def _without_second_derivatives(reason: str) -> ModelError:
     return ModelError(
         f"Hessian: expected operations with second derivatives, got one without ({reason}). Take "
-        "estimator='ggn' or 'opg', which need first derivatives alone, or leave the parameters "
-        "before it out with params=."
+        f"{option('estimator', 'ggn')} or 'opg', which need first derivatives alone, or leave the "
+        f"parameters before it out with {option('params=')}."
     )

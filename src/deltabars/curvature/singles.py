@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from deltabars.errors import ModelWarning, first_line
+from deltabars.errors import (
+    ModelWarning,
+    first_line,
+    option,
+)
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
@@ -95,7 +99,7 @@ class Singles:
             "Model: expected operations that torch can differentiate for many examples at once, "
             f"got one that it cannot ({reason}). Going on example by example for {len(names)} of "
             f"{count} parameters ({names[0]}{', …' if len(names) > 1 else ''}), which is slower; "
-            "leave them out with params= if it takes too long.",
+            f"leave them out with {option('params=')} if it takes too long.",
             ModelWarning,
             stacklevel=3,
         )

@@ -18,7 +18,12 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.resuming import Course
-from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError
+from deltabars.errors import (
+    BadValueError,
+    DeltaBarsError,
+    MissingDependencyError,
+    option,
+)
 
 
 def arpack(
@@ -76,7 +81,7 @@ def arpack(
     except ArpackNoConvergence as error:
         raise DeltaBarsError(
             f"ARPACK: expected {rank} converged eigenpairs, got {len(error.eigenvalues)}. Allow "
-            "more products, or use solver='krylov'."
+            f"more products, or use {option('solver', 'krylov')}."
         ) from error
     except ArpackError as error:
         raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error

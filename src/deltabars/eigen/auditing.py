@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen.pairs import EigenPairs, default_tolerance, residual_scale
-from deltabars.errors import ConvergenceWarning
+from deltabars.errors import (
+    ConvergenceWarning,
+    option,
+)
 from deltabars.space import Space
 
 _FAR = 10  # times: the random signs of a measurement never make that much by themselves
@@ -72,7 +75,7 @@ def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> No
             f"Eigenvectors of the {name}: expected orthonormal ones, to "
             f"{found['orthogonality_limit']:.1g}, got entries of QQᵀ − I of up to "
             f"{found['orthogonality']:.2g}: error bars can be wrong by as much and more. Use "
-            "solver='krylov' or dtype=torch.float64.",
+            f"{option('solver', 'krylov')} or {option('dtype', torch.float64)}.",
             ConvergenceWarning,
             stacklevel=stacklevel,
         )
@@ -82,7 +85,7 @@ def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> No
             f"got {found['residual_rms']:.2g} (root mean square): products with the matrix are not "
             "those of one symmetric matrix, and the error bars cannot be trusted. Look in the "
             "model for derivatives of its own (autograd.Function) that are wrong or random, or "
-            "use dtype=torch.float64.",
+            f"use {option('dtype', torch.float64)}.",
             ConvergenceWarning,
             stacklevel=stacklevel,
         )

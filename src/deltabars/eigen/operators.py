@@ -8,7 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError
+from deltabars.errors import (
+    BadValueError,
+    option,
+)
 from deltabars.space import Space
 
 
@@ -44,10 +47,11 @@ class _Products:
         self.products += vectors.shape[0]
         result = self._function(vectors)
         if not bool(result.isfinite().all()):
+            wider = f", or use {option('dtype', torch.float64)}"
             raise BadValueError(
                 "Products: expected finite values, got NaN or infinity: squares of derivatives, or "
                 f"second ones, are beyond {self.dtype}. Scale the inputs or the targets"
-                f"{'' if self.dtype == torch.float64 else ', or use dtype=torch.float64'}."
+                f"{'' if self.dtype == torch.float64 else wider}."
             )
         return result
 

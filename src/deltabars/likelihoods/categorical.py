@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError
+from deltabars.errors import (
+    BadValueError,
+    DataError,
+    option,
+)
 from deltabars.likelihoods.base import Likelihood, numbers, own_class
 
 
@@ -51,9 +55,8 @@ class Categorical(Likelihood):
         if classes < 2:
             raise DataError(
                 "Outputs: expected at least two logits for the categorical likelihood, got one. Is "
-                "it a regression? Then use likelihood='gaussian' (on the command line --loss mse). "
-                "A yes/no question? Then use likelihood='bernoulli' and targets of shape (N, 1) "
-                "(--loss bce)."
+                f"it a regression? Then use {_meant('gaussian', 'mse')}. A yes/no question? Then "
+                f"use {_meant('bernoulli', 'bce')} and targets of shape (N, 1)."
             )
         if self.weight is not None and len(self.weight) != classes:
             raise BadValueError(
@@ -67,10 +70,11 @@ class Categorical(Likelihood):
                 + (
                     "Class probabilities are not taken: give class numbers, with .argmax(1), and "
                     "nn.CrossEntropyLoss(label_smoothing=…) as the likelihood if they were smoothed"
-                    "; for other targets choose likelihood='bernoulli' (0 or 1) or 'gaussian'."
+                    f"; for other targets choose {_meant('bernoulli', 'bce')} (0 or 1) or "
+                    "'gaussian'."
                     if soft
-                    else "Convert class numbers with .long(); for other targets choose likelihood="
-                    "'bernoulli' (0 or 1) or 'gaussian' (real numbers)."
+                    else "Convert class numbers with .long(); for other targets choose "
+                    f"{_meant('bernoulli', 'bce')} (0 or 1) or 'gaussian' (real numbers)."
                 )
             )
         if targets.shape != outputs.shape[:1]:
@@ -79,7 +83,7 @@ class Categorical(Likelihood):
                 f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. "
                 + (
                     "Turn one-hot rows into class numbers with .argmax(1); for several labels an "
-                    "example use likelihood='bernoulli'."
+                    f"example use {_meant('bernoulli', 'bce')}."
                     if targets.shape == outputs.shape
                     else "Reshape them, for example with .squeeze(1)."
                 )
@@ -164,3 +168,9 @@ class Categorical(Likelihood):
     def divided(self, mean_weight: float) -> Categorical:
         assert self.weight is not None
         return replace(self, weight=tuple(w / mean_weight for w in self.weight))
+
+
+def _meant(likelihood: str, loss: str) -> str:
+    """Another likelihood, as the reader names it: the command line has losses."""
+    named = option("loss", loss)
+    return named if named.startswith("--") else option("likelihood", likelihood)

@@ -11,7 +11,7 @@ from typing import Any
 
 from deltabars.report import style
 from deltabars.report.page.choosing import Shelf
-from deltabars.report.page.glance import Fact, Notice, facts, meaning, notices, versions
+from deltabars.report.page.glance import Fact, Notice, facts, meaning, notices, verdict, versions
 from deltabars.report.page.plots import risk_plot, score_histogram, spectrum_plot, uncertainty_plot
 from deltabars.report.page.rows import columns
 from deltabars.report.page.subject import Subject
@@ -62,7 +62,7 @@ def assemble(
         "subtitle": escape(f"{count}, {subject.fit.estimator} estimator"),
         "facts": "\n".join(map(_fact, facts(subject))),
         "meaning": escape(meaning(subject)),
-        "notices": _notices(notices(subject)),
+        "notices": _notices(notices(subject), verdict(subject)),
         "spectrum_summary": escape(plots["spectrum"]["summary"]),
         "uncertainty_title": _uncertainty_title(subject),
         "uncertainty_summary": escape(plots["uncertainty"]["summary"]),
@@ -122,17 +122,18 @@ def _fact(fact: Fact) -> str:
     )
 
 
-def _notices(found: Sequence[Notice]) -> str:
-    if not found:
-        return (
-            '<p class="notice fine"><strong>No warnings.</strong> The fit is near an optimum, its '
-            "eigenpairs have converged, and the bound of the scores is narrow.</p>"
-        )
+def _notices(found: Sequence[Notice], verdict: Notice) -> str:
+    kind = "grave" if verdict.grave else "fine"
     return "\n".join(
-        f'<p class="notice {"grave" if notice.grave else "mild"}">'
-        f"<strong>{'Warning: ' if notice.grave else 'Note: '}{escape(notice.title)}</strong> "
+        [_notice(verdict, kind), *(_notice(n, "grave" if n.grave else "mild") for n in found)]
+    )
+
+
+def _notice(notice: Notice, kind: str) -> str:
+    said = {"grave": "", "mild": "Note: ", "fine": ""}[kind]
+    return (
+        f'<p class="notice {kind}"><strong>{said}{escape(notice.title)}</strong> '
         f"{escape(notice.text)}</p>"
-        for notice in found
     )
 
 

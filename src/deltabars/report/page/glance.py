@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import deltabars
-from deltabars.problem import FAR_FROM_OPTIMUM
+from deltabars.errors import option
+from deltabars.judging import LEVELS, mean_bound
 from deltabars.report.page.numbers import percent, say
 from deltabars.report.page.subject import Subject
 
-_WIDE = 0.25  # of a score: a mean bound above it hides the differences between inputs
-_LARGE_STD = 0.5  # of a probability: beyond it a first-order error bar is a warning, not a measure
+_VERDICTS = {
+    "bars": "Bars",
+    "ranking only": "Ranking only",
+    "meaningless": "Meaningless",
+}
 _ESTIMATORS = {
     "hessian": "inverse Hessian",
     "opg": "outer products of gradients",
@@ -57,7 +61,7 @@ def facts(subject: Subject) -> list[Fact]:
         ),
         Fact("Effective parameters", *_effective(subject)),
         Fact(
-            "Mean bound of the score", percent(_mean_bound(subject)), "how far a score can be off"
+            "Mean bound of the score", percent(mean_bound(prediction)), "how far a score can be off"
         ),
     ]
     if fit.noise is not None:
@@ -95,8 +99,17 @@ def meaning(subject: Subject) -> str:
     return text
 
 
+def verdict(subject: Subject) -> Notice:
+    """The judgement of the prediction, which comes before all else."""
+    found = subject.prediction.judgement
+    assert found is not None
+    return Notice(
+        f"{_VERDICTS[found.level]}.", f"{found.reason} {found.remedy}", found.level != LEVELS[0]
+    )
+
+
 def notices(subject: Subject) -> list[Notice]:
-    """Warnings of the fit and of its predictions, the grave ones first."""
+    """Notes on the fit and on its predictions, the grave ones first."""
     found = [*_of_the_weights(subject), *_of_the_spectra(subject), *_of_the_bars(subject)]
     return sorted(found, key=lambda notice: not notice.grave)
 
@@ -114,24 +127,9 @@ def _effective(subject: Subject) -> tuple[str, str]:
     return value, f"in the K pairs; between {say(low)} and {say(high)} of all P"
 
 
-def _mean_bound(subject: Subject) -> float:
-    score, error = subject.prediction.score.double(), subject.prediction.score_error.double()
-    positive = score > 0
-    return float((error[positive] / score[positive]).mean()) if bool(positive.any()) else 0.0
-
-
 def _of_the_weights(subject: Subject) -> list[Notice]:
     told = subject.fit.diagnostics
     found = []
-    ratio = float(told.get("relative_gradient", 0.0))
-    if ratio > FAR_FROM_OPTIMUM:
-        text = (
-            f"The gradient of the training cost is {percent(ratio)} of the sum of its two parts, "
-            "where 0 is an optimum. Train longer, or fit with the l2 of the training (the "
-            "weight_decay of SGD or Adam, not of AdamW). Until then compare scores with one "
-            "another, and do not read them as levels."
-        )
-        found.append(Notice("The weights are far from an optimum.", text, True))
     fitted = told.get("fitted_l2")
     if fitted is not None and fitted != subject.fit.l2:
         text = f"The eigenpairs were computed at l2 = {fitted} and moved to {subject.fit.l2}."
@@ -148,7 +146,7 @@ def _of_the_spectra(subject: Subject) -> list[Notice]:
             text = (
                 f"{len(pairs) - converged:,} of {len(pairs):,} eigenpairs of the {name} did not "
                 f"reach the tolerance {told.get('tolerance', 0):.1g}. Fit again with a smaller "
-                "rank or with more max_products."
+                f"rank or with more {option('max_products')}."
             )
             found.append(Notice("Eigenpairs have not converged.", text, True))
         below = float(told.get("tail_below_l2", 0.0))
@@ -156,7 +154,7 @@ def _of_the_spectra(subject: Subject) -> list[Notice]:
             text = (
                 f"It was seen to reach {say(below)} below λ, as trained Hessians do. The bounds "
                 "are about the spectrum corrected to λ. For bounds that are theorems fit with "
-                "estimator='opg' or 'ggn'."
+                f"{option('estimator', 'opg')} or 'ggn'."
             )
             found.append(Notice("The Hessian's spectrum reaches below λ.", text, False))
     return found
@@ -164,25 +162,20 @@ def _of_the_spectra(subject: Subject) -> list[Notice]:
 
 def _of_the_bars(subject: Subject) -> list[Notice]:
     found = []
-    bound = _mean_bound(subject)
-    if bound > _WIDE:
-        other = (
-            ""
-            if subject.fit.estimator == "opg"
-            else ", or with estimator='opg', whose bound narrows first"
-        )
-        text = (
-            f"With K = {subject.fit.rank:,} a score is known to ± {percent(bound)} on average. Fit "
-            f"with a larger rank (or rank='auto'){other}, before comparing inputs whose intervals "
-            "overlap."
-        )
-        found.append(Notice("The bound of the scores is wide.", text, True))
-    large = int((subject.prediction.std > _LARGE_STD).any(1).sum())
-    if large and subject.kind != "gaussian":
-        text = (
-            f"{large:,} of {len(subject):,} inputs have a probability with an error bar above "
-            f"{_LARGE_STD}. The weights scatter too far there for a first-order answer: read it as "
-            "“not known”, not as a distance."
-        )
-        found.append(Notice("Some error bars are very large.", text, False))
+    for title, mark, text in (
+        (
+            "Some error bars vanish.",
+            subject.prediction.saturated,
+            "where the softmax saturates: the weights scatter the logits widely, but its slope is "
+            "nearly 0. Read the moderated probability or the mutual information there.",
+        ),
+        (
+            "Some error bars are impossible.",
+            subject.prediction.impossible,
+            "above √(p(1 − p)), the most that a probability can scatter. Read it as “not known”.",
+        ),
+    ):
+        if mark is not None and bool(mark.any()):
+            count = f"{int(mark.sum()):,} of {len(subject):,} inputs have an error bar "
+            found.append(Notice(title, count + text, False))
     return found

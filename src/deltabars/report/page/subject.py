@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltabars.errors import BadValueError
 from deltabars.fitted import DeltaFit
+from deltabars.judging import Evidence, impossible, saturated
 from deltabars.prediction import Prediction
 
 
@@ -69,6 +70,13 @@ def check_subject(
             "prediction: expected probabilities, got numbers outside [0, 1]. Predict with "
             "space='probability'."
         )
+    if kind != "gaussian" and prediction.impossible is None:  # it was kept by an older version
+        average = prediction.moderated
+        flat = None if average is None else saturated(prediction.mean, prediction.score, average)
+        wide = impossible(prediction.mean, prediction.std)
+        prediction = replace(prediction, impossible=wide, saturated=flat)
+    if prediction.judgement is None:
+        prediction = prediction.judged_by(Evidence.of(fit, fit.rank, fit.estimator))
     known = None if targets is None else _check_targets(fit, prediction, targets)
     return Subject(
         fit,
