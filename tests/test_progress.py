@@ -7,6 +7,7 @@ import os
 import pty
 import sys
 import termios
+import time
 import warnings
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import deltabars
+from deltabars import forecasting
 from deltabars import progress as module
 from deltabars.progress import Progress
 from tests.stopping import end, start
@@ -119,3 +121,63 @@ def test_predictions_show_it_as_asked_for(no_wait, capsys):
             assert ("Certifying" in capsys.readouterr().err) is shown
     with pytest.raises(deltabars.errors.BadValueError, match="progress: expected True, False or"):
         fitted.predict(data[0], progress="yes")
+
+
+class Slow(torch.nn.Module):
+    """A network that takes its time."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(12, 30), torch.nn.Tanh(), torch.nn.Linear(30, 10)
+            )
+        self.double()
+
+    def forward(self, inputs):
+        time.sleep(0.004)
+        return self.layers(inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "cheaper"),
+    [
+        ({"estimator": "ggn", "rank": 20}, ["estimator='opg'", "in place of 10", "last_layer()"]),
+        (
+            {"estimator": "hessian", "rank": 10, "memory_budget": 400_000},
+            ["estimator='opg'", "last_layer()"],
+        ),
+        ({"estimator": "ggn", "rank": "auto", "solver": "krylov"}, ["a larger tolerance"]),
+    ],
+)
+def test_the_time_is_foreseen_and_a_cheaper_way_is_named(options, cheaper, capsys, monkeypatch):
+    """From the first products, about right, and said once where it is long."""
+    monkeypatch.setattr(forecasting, "_WORTH_SAYING", 0.1)  # seconds, for a minute
+    monkeypatch.setattr(forecasting, "_ENOUGH", 0.01)
+    data = torch.randn(60, 12, dtype=torch.float64), torch.arange(60) % 10
+    given = {"l2": 0.05, "batch_size": 15, "memory_budget": 8_000_000, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = deltabars.fit(Slow(), data, **given)
+    name = options["estimator"]
+    told = fitted.diagnostics["forecast"][name]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "expected about" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"Eigenpairs of the {name}: expected about")
+    assert " products of " in lines[0]
+    assert [words for words in cheaper if words not in lines[0]] == [], lines
+    assert 0 < told["seconds_each"] < told["seconds"]
+    assert 0 < told["bytes"] < 10_000_000
+    if options["rank"] != "auto":
+        took = fitted.diagnostics[name]["seconds"]
+        assert took / 4 < told["seconds"] < 4 * took  # on a machine that is busy with other things
+
+
+def test_what_is_short_is_not_spoken_of(capsys):
+    data = torch.randn(60, 12, dtype=torch.float64), torch.arange(60) % 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = deltabars.fit(Slow(), data, l2=0.05, rank=10)
+    assert "expected about" not in capsys.readouterr().err
+    assert set(fitted.diagnostics["forecast"]) == {"opg"}

@@ -251,6 +251,7 @@ def fit(
             )
             session.begin(found, problem.memory_budget)
         spectra: dict[str, EigenPairs] = {}
+        diagnostics["forecast"] = {}
         # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
         # together.
         names = ESTIMATORS[estimator][::-1]
@@ -258,7 +259,7 @@ def fit(
             operator = OPERATORS[name](problem)
             growth = None if chosen is None else chosen.growth(name, estimator, spectra)
             kept = None if session is None else session.of(name)
-            spectra[name], diagnostics[name] = solve(
+            spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(
                 name,
                 operator,
                 options,

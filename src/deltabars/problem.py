@@ -97,11 +97,15 @@ class Problem:
         reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
             where it is all of them, as far as is known.
 
+        on_chunk: called with the examples of each chunk before it is worked on.
+
     Raises:
         ModelError, DataError, BadValueError: with what was expected, found, and to be done.
 
     Cost: two passes over data that come from a loader, and one gradient.
     """
+
+    on_chunk: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -226,6 +230,8 @@ class Problem:
     def chunks(self, size: int | None = None) -> Iterator[Batch]:
         """One pass over the data in chunks, on the device."""
         for batch in self.data.chunks(size or self.chunk_size.value):
+            if self.on_chunk is not None:
+                self.on_chunk(len(batch))
             assert batch.targets is not None
             targets = self.likelihood.arranged(batch.targets, self.num_outputs)
             yield Batch(batch.inputs, targets)

@@ -97,8 +97,12 @@ class Progress:
             )
         return self
 
-    def show(self, done: int, note: str = "") -> None:
-        """Report that `done` units are finished, with a note such as the products so far."""
+    def show(self, done: int, note: str = "", seconds: float | None = None) -> None:
+        """Report that `done` units are finished, with a note such as the products so far.
+
+        Args:
+            seconds: that are left; by default as the units so far took.
+        """
         if not self._enabled:
             return
         if self._bar is not None:
@@ -112,13 +116,23 @@ class Progress:
             of, left = "", ""
             if self._total:
                 of = f"/{self._total}"
-                left = f", about {elapsed * (self._total - done) / done:.0f} s left" if done else ""
+                if seconds is None and done:
+                    seconds = elapsed * (self._total - done) / done
+            if seconds is not None:
+                left = f", about {seconds:.0f} s left"
             extra = f", {note}" if note else ""
             print(
                 f"{self._title}: {done}{of} {self._unit}s{extra}, {elapsed:.0f} s{left}",
                 file=self._stream,
                 flush=True,
             )
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        if self._enabled and self._bar is not None and not self._in_notebook:
+            self._bar.write(text, file=self._stream)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
 
     def __exit__(
         self,

@@ -17,6 +17,7 @@ from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
 from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
 from deltabars.errors import BadValueError, ConvergenceWarning, option
+from deltabars.forecasting import Forecast
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
 from deltabars.parameters import LastLayer
@@ -103,10 +104,11 @@ def solve(
     growth: ProbeGrowth | None = None,
     checkpoint: MatrixCheckpoint | None = None,
     deadline: Deadline | None = None,
-) -> tuple[EigenPairs, dict[str, Any]]:
-    """The eigenpairs of one matrix; and how they were found, how good they are, and how long
-    they took. With a growth, as many as are enough by it, up to the rank of the options. With a
-    checkpoint, from where it was left. After the deadline, with those that there are by then.
+) -> tuple[EigenPairs, dict[str, Any], dict[str, Any]]:
+    """The eigenpairs of one matrix; how they were found, how good they are, and how long they
+    took; and how long that was expected to take (see `Forecast`). With a growth, as many as are
+    enough by it, up to the rank of the options. With a checkpoint, from where it was left. After
+    the deadline, with those that there are by then.
     """
     started = time.perf_counter()
     space = operator.problem.spaces.whole
@@ -117,7 +119,7 @@ def solve(
     if done is not None:
         _warn_again(done[0])
         warn_of_audit(name, done[1], stacklevel=4)
-        return _shared_out(done[0], space), done[1]
+        return _shared_out(done[0], space), done[1], {}
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
@@ -128,7 +130,11 @@ def solve(
             progress,
         ) as bar,
     ):
-        pairs = _run(operator, options, bar, growth, checkpoint, deadline)
+        forecast = Forecast(name, operator, bar.say)
+        try:
+            pairs = _run(operator, options, bar, growth, checkpoint, deadline, forecast)
+        finally:
+            foreseen = forecast.end()
         is_stopped = STOPPED in pairs.statistics
         if growth is not None:
             pairs = replace(pairs, values=growth.settled(pairs.values))
@@ -151,7 +157,7 @@ def solve(
         checkpoint.session.leave()
     elif checkpoint is not None:
         checkpoint.finish(pairs, found, growth, space)
-    return _shared_out(pairs, space), found
+    return _shared_out(pairs, space), found, foreseen
 
 
 def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
@@ -189,12 +195,14 @@ def _run(
     growth: ProbeGrowth | None,
     checkpoint: MatrixCheckpoint | None,
     deadline: Deadline,
+    forecast: Forecast,
 ) -> EigenPairs:
     rank = options.rank
 
     def report(products: int, done: int) -> None:
         aim = "" if growth is None else f", {growth.aim}"
-        bar.show(done, f"{products} products{aim}")
+        forecast.step(products)
+        bar.show(done, f"{products} products{aim}", forecast.left())
 
     common: dict[str, Any] = {
         "tolerance": options.tolerance,
@@ -206,7 +214,9 @@ def _run(
     if kind == "auto":
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
+    is_open = growth is not None
     if kind == "dense":
+        forecast.begin(kind, rank, 64, False, size)
         try:
             pairs = eigen.dense(operator, rank, on_step=_in_time(report, size, deadline))
         except _TooLongError:
@@ -217,6 +227,7 @@ def _run(
             pairs = _own(pairs, operator)
             return pairs if growth is None else _cut(pairs, operator, growth)
     if kind == "arpack":
+        forecast.begin(kind, rank, 1, False, size)
         return _own(eigen.arpack(operator, rank, on_step=report, **common), operator)
     if growth is not None:
         common["growth"] = growth
@@ -226,14 +237,17 @@ def _run(
         places = None
     matrix = _Shared(operator, is_reached=places is not None)
     if kind == "incremental" and isinstance(operator, RowOperator):
+        forecast.begin(kind, rank, 1, False, 2 * rank)
         kept = {name: common[name] for name in ("on_step", "checkpoint", "is_over")}
         pairs = eigen.incremental_svd(matrix, rank, **kept)
     elif isinstance(operator, HessianOperator):
         common["max_vectors"] = _vectors_within(operator, rank + options.smallest, 1, growth)
+        forecast.begin(kind, rank, 1, is_open, common["max_vectors"])
         pairs = eigen.lanczos(matrix, rank, smallest=options.smallest, **common)
     else:
         block = default_block_size(rank) if growth is None else _GROWING_BLOCK
         common["max_vectors"] = _vectors_within(operator, rank, block, growth)
+        forecast.begin(kind, rank, block, is_open, common["max_vectors"])
         pairs = eigen.block_krylov(matrix, rank, block_size=block, **common)
     if places is None:
         return pairs
