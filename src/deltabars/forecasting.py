@@ -20,6 +20,7 @@ _WORTH_SAYING = 60.0  # seconds
 _ENOUGH = 0.5  # seconds that are measured; less is mostly chance
 _MOST_STEPS = 8  # that are looked at
 _A_PAIR = 2.2  # products, about what trained networks take
+_FIRST = 40  # and so many of Lanczos before the first pair
 _SOME_PAIRS = 100  # where nobody knows how many there will be
 
 
@@ -153,7 +154,7 @@ class Forecast:
             return operator.num_rows
         if self._kind == "dense":
             return size
-        count = int(_A_PAIR * self._pairs) + (4 * self._block if self._block > 1 else 0)
+        count = int(_A_PAIR * self._pairs) + (4 * self._block if self._block > 1 else _FIRST)
         if isinstance(operator, RowOperator):  # beyond its rows there is nothing to be found
             size = min(size, operator.num_rows + 2 * self._block)
         return max(self._pairs, min(count, size))
