@@ -14,6 +14,7 @@ import torch
 
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator
 from deltabars.curvature.base import RowOperator
+from deltabars.errors import option
 from deltabars.parameters import LastLayer
 
 _WORTH_SAYING = 60.0  # seconds
@@ -128,19 +129,22 @@ class Forecast:
         found, problem = [], self._problem
         outputs = problem.num_outputs
         if isinstance(self._operator, GGNOperator) and outputs > 1:
-            found.append(f"estimator='opg', with one row an example in place of {outputs}")
+            found.append(
+                f"{option('estimator', 'opg')}, with one row an example in place of {outputs}"
+            )
         if isinstance(self._operator, HessianOperator):
-            found.append("estimator='opg', with one gradient an example in all")
+            found.append(f"{option('estimator', 'opg')}, with one gradient an example in all")
         model, chosen = problem.network.model, problem.parameters
         last = LastLayer().names(model)
         if not set(chosen.names) <= set(last):
             sizes = dict(zip(chosen.names, chosen.sizes, strict=True))
             count = sum(sizes.get(name, 0) for name in last)
             found.append(
-                f"params=last_layer(), with {count:,} in place of {chosen.size:,} parameters"
+                f"{option('params', LastLayer())}, with {count:,} in place of {chosen.size:,} "
+                "parameters"
             )
-        aim = "a larger tolerance" if self._is_open else "a smaller rank"
-        return [*found, f"{aim}, a part of the data, or max_seconds"]
+        aim = f"a larger {option('tolerance')}" if self._is_open else f"a smaller {option('rank')}"
+        return [*found, f"{aim}, a part of the data, or {option('max_seconds')}"]
 
     @property
     def _keeps_rows(self) -> bool:
