@@ -24,6 +24,7 @@ from deltabars.behaviour import ranges_of
 from deltabars.data import TrainingData
 from deltabars.decay import L2, Decay
 from deltabars.errors import BadValueError, ModelError, OptimumWarning, option
+from deltabars.independence import check_independence
 from deltabars.inputs import Signature, leaves, map_leaves
 from deltabars.likelihoods import Likelihood, Loss, read_loss
 from deltabars.likelihoods.named import told_apart
@@ -167,7 +168,7 @@ class Problem:
             self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
             factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
             self.decay = given.times(factor)
-            self.reached = self.units.reached(first.inputs)
+            self.reached = self.units.reached(first.inputs, totals.gradient)
             self.spaces = Spaces.of(self.num_parameters, self.reached, self.ranks)
 
     @property
@@ -361,7 +362,7 @@ class Problem:
                 "Model output: expected the same outputs for the same inputs in eval mode, got "
                 "different ones. Turn off what is random in the forward pass."
             )
-        self._check_independence(batch, outputs)
+        check_independence(self.network, batch.inputs, outputs, closely=True)
         assert batch.targets is not None
         targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
         self.likelihood.check_targets(outputs, targets)
@@ -377,20 +378,6 @@ class Problem:
                 f"{option('allow_probabilities', True)} takes them for logits."
             )
         return outputs.shape[1]
-
-    def _check_independence(self, batch: Batch, outputs: Tensor) -> None:
-        """Refuse a model whose outputs for one example depend on the others in its batch."""
-        advice = (
-            "Model output: expected that of one example not to depend on the rest of its batch, "
-            "got one that does. Batch-norm needs its running statistics (track_running_stats=True)."
-        )
-        try:
-            alone = self.network.outputs(dict(self.network.trained), batch.rows(slice(0, 1)).inputs)
-        except ValueError as error:
-            raise ModelError(advice) from error
-        scale = float(outputs.abs().max())
-        if bool(alone.isfinite().all()) and float((alone - outputs[:1]).abs().max()) > 1e-3 * scale:
-            raise ModelError(advice)
 
     def _check_dependence(self, batch: Batch) -> None:
         """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""

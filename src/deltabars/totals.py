@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltabars.batches import Batch
 from deltabars.errors import DataError, ModelError
+from deltabars.independence import check_independence
 from deltabars.inputs import Inputs
 from deltabars.likelihoods import Likelihood
 from deltabars.memory import ChunkSize
@@ -136,6 +137,7 @@ def _of_chunk(
 
     gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
     outputs = outputs.detach()
+    check_independence(network, batch.inputs, outputs)
     label = likelihood.label(likelihood.mean(outputs))
     right = math.nan
     if label is not None and label.shape == targets.shape:
