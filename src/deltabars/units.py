@@ -62,11 +62,13 @@ class Units:
         """A context to run a forward pass in, which leaves out the units that are silent."""
         return Compact(self._kept, leaves(inputs))
 
-    def reached(self, inputs: Inputs) -> Tensor | None:
+    def reached(self, inputs: Inputs, gradient: Tensor) -> Tensor | None:
         """The places in ω of the parameters that the examples reach, ascending; None for all.
 
-        To be called when all examples have been watched. From then on silent units are left out,
-        if a pass over some inputs without them agrees with one with them.
+        To be called when all examples have been watched, with the gradient (P,) of the sum of their
+        losses. From then on silent units are left out, if a pass over some inputs without them
+        agrees with one with them, and if the gradient is zero by all that would be left out: what
+        an operation of one's own does with a unit is out of sight.
         """
         kept = [layer.kept() for layer in self._seen_anywhere()]
         if all(layer.is_all for layer in kept):
@@ -87,12 +89,15 @@ class Units:
         agree = float((part - whole).norm()) <= _AGREE[whole.dtype] * float(whole.norm())
         if not all(self._ranks.gather(agree)):
             return None
-        self._kept = kept
         everything = {
             name: torch.ones_like(value, dtype=torch.bool)
             for name, value in self._network.trained.items()
         }
         used = self._network.parameters.flatten({**everything, **walks[0].used})
+        rounding = torch.finfo(whole.dtype).eps * float(gradient.abs().max())
+        if bool((gradient.abs()[~used] > rounding).any()):
+            return None
+        self._kept = kept
         return None if bool(used.all()) else used.nonzero().squeeze(1)
 
     def _seen_anywhere(self) -> list[Layer]:
