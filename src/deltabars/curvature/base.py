@@ -152,6 +152,7 @@ class RowOperator(CurvatureOperator):
         self._chunk_size = problem.chunk_size.at_most(fitting)
         self._kept: Tensor | None = None
         self._is_refused = False  # where it was tried, and does not fit
+        self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
 
     @property
     def row_scale(self) -> float:
@@ -243,9 +244,14 @@ class RowOperator(CurvatureOperator):
         def compute(batch: Batch) -> Tensor:
             count = len(batch) * self._rows_per_example
             out = None if whole is None else whole[done : done + count]
+            place = done // self._rows_per_example, len(batch)
             with self.problem.network.evaluation(), model_errors():
                 shape = (len(batch), self._rows_per_example, -1)
-                rows = self._rows(batch, None if out is None else out.view(shape))
+                rows = self._rows(
+                    batch, None if out is None else out.view(shape), place in self._checked
+                )
+            if self.problem.data.in_memory:  # or else the next pass may have another order
+                self._checked.add(place)
             return rows.flatten(0, 1)
 
         for block in self._chunk_size.each(self.problem.chunks(self._chunk_size.value), compute):
@@ -273,5 +279,8 @@ class RowOperator(CurvatureOperator):
         """How many rows of R one example gives."""
 
     @abstractmethod
-    def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
-        """The rows (B, rows an example, P') of a batch, written to `out` where that is given."""
+    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
+        """The rows (B, rows an example, P') of a batch, written to `out` where that is given.
+
+        `again` where the batch was there before.
+        """

@@ -18,11 +18,11 @@ class GGNOperator(RowOperator):
     def _rows_per_example(self) -> int:
         return self.problem.num_outputs
 
-    def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
+    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
         targets = batch.targets
         assert targets is not None
 
         def roots(outputs: Tensor) -> Tensor:
             return self.problem.likelihood.curvature_root(outputs, targets)
 
-        return self.pullback.rows(batch.inputs, roots, out, self._parts)
+        return self.pullback.rows(batch.inputs, roots, out, self._parts, again=again)

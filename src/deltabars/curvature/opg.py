@@ -18,11 +18,11 @@ class OPGOperator(RowOperator):
     def _rows_per_example(self) -> int:
         return 1
 
-    def _rows(self, batch: Batch, out: Tensor | None) -> Tensor:
+    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
         targets = batch.targets
         assert targets is not None
 
         def gradients(outputs: Tensor) -> Tensor:
             return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
 
-        return self.pullback.rows(batch.inputs, gradients, out, self._parts)
+        return self.pullback.rows(batch.inputs, gradients, out, self._parts, again=again)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -14,7 +14,9 @@ from deltabars.curvature.columns import Part, kept_parts
 from deltabars.curvature.footprint import Footprint
 from deltabars.curvature.layers import Factors, joined
 from deltabars.curvature.recorder import Recorder
-from deltabars.curvature.singles import UNSUPPORTED, Singles, agree, total_norm
+from deltabars.curvature.routes import Route
+from deltabars.curvature.singles import ROUNDING, UNSUPPORTED, Singles, agree, total_norm
+from deltabars.independence import check_independence
 from deltabars.inputs import Inputs, leaves, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
@@ -22,6 +24,9 @@ from deltabars.network import Network
 Cotangents = Callable[[Tensor], Tensor]  # outputs (B, C) -> (B, R, C)
 
 _EXAMPLES = 3  # that the way over the layers is checked on
+# Relative: what is not rounding, also of models that compute a part in float32. Weights of two
+# examples differ by less in one case of a thousand.
+_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,20 @@ class Pullback:
 
     Weights and biases of dense layers and of two-dimensional convolutions (without groups), of
     norms and embeddings, and what is added to or multiplied with all examples alike are reached
-    through the layers' activations; the rest example by example. Which are which is found
-    out on the first inputs of each shape, and checked there against derivatives of single
-    examples; where a later batch uses them differently, that batch goes example by example.
+    through the layers' activations; the rest example by example.
+
+    Which are which is found out on the first inputs of each shape, and checked there against
+    derivatives of single examples. What may differ from batch to batch is checked on each of them:
+    whether parameters are used in another way (`routes`); whether rows of layers belong to the
+    examples of the same number, by the graph of derivatives or else by one more row of cotangents,
+    which has another weight for each example; rows that were taken example by example, by their
+    weighted sum; and whether outputs depend on the rest of the batch.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self._singles = Singles(network)
-        self._rows_together: bool | None = None  # not known yet
+        self._rows_together = True  # as far as is known
         self._rests: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
         self._footprints: dict[tuple[int | None, tuple[torch.Size, ...]], Footprint] = {}
 
@@ -73,9 +83,11 @@ class Pullback:
         cotangents: Cotangents,
         out: Tensor | None = None,
         parts: Mapping[str, Part] | None = None,
+        *,
+        again: bool = False,
     ) -> Tensor:
         """The rows (B, R, P), written to `out` where that is given; or the parts of them alone."""
-        pulled = self.pull(inputs, cotangents)
+        pulled = self.pull(inputs, cotangents, again=again)
         if parts is None:
             parts = kept_parts(self.network.parameters, None)
         if out is None:
@@ -96,20 +108,37 @@ class Pullback:
                 place.copy_(factors.weight_rows()[..., part.numbers])
         return out
 
-    def pull(self, inputs: Inputs, cotangents: Cotangents) -> Pulled:
-        """The rows in parts. Cost: R backward passes without weights."""
+    def pull(self, inputs: Inputs, cotangents: Cotangents, *, again: bool = False) -> Pulled:
+        """The rows in parts. Cost: R backward passes without weights; one more for some models.
+
+        Args:
+            inputs: of the network.
+            cotangents: from the outputs (B, C) to v (B, R, C).
+            again: whether these inputs have been through the checks before.
+
+        Raises:
+            ModelError: the outputs for one example depend on the rest of the batch.
+        """
         shape = tuple(leaf.shape[1:] for leaf in leaves(inputs))
-        if shape not in self._rests:
+        is_new = shape not in self._rests
+        if is_new:
             self._rests[shape] = self._find_rest(inputs)
-        rest = self._rests[shape]
-        names = [name for name in self.network.trained if name not in rest]
-        pulled = self._through_layers(inputs, cotangents, names) if names else None
-        if pulled is None:
-            outputs = self.network.outputs(dict(self.network.trained), inputs)
-            pulled = Pulled(outputs, cotangents(outputs).shape[1], [], {})
-            rest = tuple(self.network.trained)
+        while True:
+            rest = self._rests[shape]
+            names = [name for name in self.network.trained if name not in rest]
+            passed = self._pass(inputs, cotangents, names, again)
+            if not again:
+                check_independence(self.network, inputs, passed.outputs, closely=passed.is_mixed)
+            if not passed.lost:
+                break
+            self._rests[shape] = (*rest, *passed.lost)
+            if passed.is_mixed and not is_new:
+                self._singles.warn(passed.lost, "layers that see batches in another order")
+        loose = passed.loose
         if rest:
-            pulled.loose.update(self._singles.rows(inputs, cotangents(pulled.outputs), rest))
+            agrees = None if again else passed.agrees
+            loose |= self._singles.rows(inputs, passed.back.transpose(0, 1), rest, agrees)
+        pulled = Pulled(passed.outputs.detach(), len(passed.back), passed.layers, loose)
         return pulled.scaled(self.network.scales) if self.network.scales else pulled
 
     def footprint(self, inputs: Inputs, cotangents: Cotangents, count: int | None) -> Footprint:
@@ -127,136 +156,214 @@ class Pullback:
             )
         return self._footprints[key]
 
-    def _through_layers(
-        self, inputs: Inputs, cotangents: Cotangents, names: list[str]
-    ) -> Pulled | None:
-        """The rows by the named parameters; None where they are not used in layers alone."""
-        recorder, outputs = self._record(inputs, names)
-        if recorder.elsewhere:
-            return None
-        edges = [call.edge for call in recorder.followed]
+    def _pass(
+        self, inputs: Inputs, cotangents: Cotangents, names: list[str], again: bool
+    ) -> _Passed:
+        """The rows by the named parameters, unless some of them are used in another way."""
+        trained = {
+            name: value.detach().requires_grad_(bool(names) or not again)
+            for name, value in self.network.trained.items()
+        }
+        recorder = Recorder({id(trained[name]): name for name in names}, leaves(inputs)[0].shape[0])
+        with torch.enable_grad(), recorder:
+            outputs = self.network.outputs(trained, inputs)
+        followed = recorder.followed
+        route = Route.of(outputs, {call.edge.node for call in followed})
         back = cotangents(outputs.detach()).transpose(0, 1)  # (R, B, C)
-        gradients = self._gradients(outputs, edges, back)
-        loose: dict[str, Tensor] = {}
-        layers = []
+        lost = {name for name in names if id(trained[name]) in route.leaves}
+        lost |= {name for call in followed if call.is_changed for name in call.names}
+        passed = _Passed(outputs, trained, back, sorted(lost))
+        if lost or not names:
+            return passed
+        marks = None if again or route.keeps_apart else _Marks.of(back)
+        rows = back if marks is None else torch.cat([back, marks.sum(back)])
+        keep = not again and len(names) < len(trained)  # for `agrees`
+        gradients = self._gradients(outputs, [call.edge for call in followed], rows, keep)
+        if gradients is None:
+            return self._pass(inputs, cotangents, names, again)
+        if marks is not None:
+            for call, gradient in zip(followed, gradients, strict=True):
+                if gradient is not None and not marks.stay(gradient):
+                    lost |= set(call.names)
+            if lost:
+                return replace(passed, lost=sorted(lost), is_mixed=True)
         count = len(recorder.calls)
+        loose, layers = passed.loose, []
         for use, gradient in zip(recorder.uses, gradients[count:], strict=True):
             if gradient is not None:
-                _add(loose, use.name, use.rows(gradient))
+                _add(loose, use.name, use.rows(gradient[: len(back)]))
         for call, gradient in zip(recorder.calls, gradients[:count], strict=True):
             if gradient is None:  # the outputs do not depend on this layer
                 continue
-            factors = call.factors(gradient)
+            factors = call.factors(gradient[: len(back)])
             if factors.bias is not None:
                 _add(loose, factors.bias, factors.bias_rows())
             layers.append(factors)
-        weights = joined([factors for factors in layers if factors.weight is not None])
-        seen = loose.keys() | {factors.weight for factors in weights}
+        passed.layers.extend(joined([factors for factors in layers if factors.weight is not None]))
+        seen = loose.keys() | {factors.weight for factors in passed.layers}
         for name in [name for name in names if name not in seen]:
             # Not used, or not by what the outputs depend on.
-            size = self.network.trained[name].numel()
-            loose[name] = outputs.new_zeros(len(outputs), len(back), size)
-        return Pulled(outputs.detach(), back.shape[0], weights, loose)
+            loose[name] = back.new_zeros(len(outputs), len(back), trained[name].numel())
+        return passed
 
     def _gradients(
-        self, outputs: Tensor, edges: list[GradientEdge], back: Tensor
-    ) -> list[Tensor | None]:
-        """The gradients (R, B, …) of rows of cotangents (R, B, C), by places in the graph."""
-        if self._rows_together is not False and back.shape[0] > 1:
-            untried = self._rows_together is None  # then the graph is held for another way
-            options = {"retain_graph": untried, "allow_unused": True, "is_grads_batched": True}
+        self, outputs: Tensor, edges: list[GradientEdge], back: Tensor, keep: bool
+    ) -> list[Tensor | None] | None:
+        """The gradients (R, B, …) of rows of cotangents (R, B, C), by places in the graph.
+
+        None where vmap does not support an operation of it: once, with the graph used up.
+        """
+        if not edges or not outputs.requires_grad:
+            return [None] * len(edges)
+        if self._rows_together and len(back) > 1:
             try:
-                batched = torch.autograd.grad(outputs, edges, back, **options)
-            except UNSUPPORTED as error:  # an operation whose derivative does not bear vmap
-                if ran_out(error) or not untried:
+                return list(
+                    torch.autograd.grad(
+                        outputs, edges, back, keep, allow_unused=True, is_grads_batched=True
+                    )
+                )
+            except UNSUPPORTED as error:
+                if ran_out(error):
                     raise
                 self._rows_together = False
-            else:
-                self._rows_together = True
-                return list(batched)
+                return None
         last = len(back) - 1
         single = [
-            torch.autograd.grad(outputs, edges, row, retain_graph=r < last, allow_unused=True)
+            torch.autograd.grad(outputs, edges, row, keep or r < last, allow_unused=True)
             for r, row in enumerate(back)
         ]
         return [
             None if parts[0] is None else torch.stack(parts) for parts in zip(*single, strict=True)
         ]
 
-    def _record(self, inputs: Inputs, names: list[str]) -> tuple[Recorder, Tensor]:
-        trained = dict(self.network.trained)
-        tracked = {id(trained[name]): name for name in names}
-        recorder = Recorder(tracked, leaves(inputs)[0].shape[0])
-        with torch.enable_grad(), recorder:
-            outputs = self.network.outputs(trained, inputs)
-        return recorder, outputs
-
     def _find_rest(self, inputs: Inputs) -> tuple[str, ...]:
         """The parameters that cannot be reached through layers, by trying."""
         # More than one example, repeated if need be: of one it is not seen which dimension counts.
-        some = torch.arange(_EXAMPLES, device=self.network.device) % leaves(inputs)[0].shape[0]
-        few = map_leaves(lambda leaf: leaf[some], inputs)
-        names = list(self.network.trained)
-        try:
-            recorder, outputs = self._record(few, names)
-        except UNSUPPORTED as error:  # positions for each example, say, where it expects one
-            if ran_out(error):
-                raise
-            return tuple(names)
-        changed = any(call.is_changed for call in recorder.followed)
-        good = [name for name in names if name not in recorder.elsewhere and not changed]
-        mixed = self._mixed(inputs, good) if good else set()
-        good = [name for name in good if name not in mixed]
-        generator = torch.Generator().manual_seed(0)
-        size = (_EXAMPLES, _EXAMPLES, outputs.shape[1])  # as many rows as examples: see Singles
-        back = torch.randn(size, generator=generator).to(outputs)
-        pulled = self._through_layers(few, lambda _: back, good) if good else None
-        if pulled is None:
-            return tuple(names)
-        parts = dict(pulled.loose)
-        for factors in pulled.layers:
+        # In another order than that of the batch, which they may have been sorted in; or in that
+        # one, where the model takes no other.
+        some = torch.arange(_EXAMPLES, device=self.network.device)
+        for turned in (some.roll(-1), some):
+            try:
+                right = self._tried(inputs, turned)
+            except UNSUPPORTED as error:  # positions for each example, say, where it expects one
+                if ran_out(error):
+                    raise
+            else:
+                return tuple(name for name in self.network.trained if name not in right)
+        return tuple(self.network.trained)
+
+    def _tried(self, inputs: Inputs, some: Tensor) -> set[str]:
+        """The names whose rows for some examples can be had through layers, and are right."""
+        few = map_leaves(lambda leaf: leaf[some % len(leaf)], inputs)
+
+        def rows(outputs: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(0)
+            size = (_EXAMPLES, _EXAMPLES, outputs.shape[1])
+            return torch.randn(size, generator=generator).to(outputs)
+
+        good = list(self.network.trained)
+        while good:
+            passed = self._pass(few, rows, good, again=True)
+            if not passed.lost:
+                return self._agreeing(few, passed)
+            good = [name for name in good if name not in passed.lost]
+        return set()
+
+    def _agreeing(self, few: Inputs, passed: _Passed) -> set[str]:
+        """The names whose rows (B, R, ·) are the derivatives of single examples."""
+        parts = dict(passed.loose)
+        for factors in passed.layers:
             if factors.weight is not None:
                 parts[factors.weight] = factors.weight_rows()
-        right = self._agreeing(few, back, parts)
-        return tuple(name for name in names if name not in right)
-
-    def _mixed(self, inputs: Inputs, names: list[str]) -> set[str]:
-        """The names of layers that see the examples in another order, or together.
-
-        Outputs of one half of the examples send no signals to the other half of a layer's output.
-        """
-        recorder, outputs = self._record(inputs, names)
-        calls = recorder.followed
-        if not calls:
-            return set()
-        generator = torch.Generator().manual_seed(1)
-        half = torch.rand(len(outputs), generator=generator).to(outputs.device) < 0.5
-        back = (half[:, None] * torch.ones_like(outputs))[None]
-        found = set()
-        gradients = self._gradients(outputs, [call.edge for call in calls], back)
-        for call, gradient in zip(calls, gradients, strict=True):
-            if gradient is not None and bool(gradient[0][~half].any()):
-                found |= set(call.names)
-        return found
-
-    def _agreeing(self, few: Inputs, back: Tensor, parts: dict[str, Tensor]) -> set[str]:
-        """The names whose rows (B, R, ·) are the derivatives of single examples."""
         trained = {
-            name: value.clone().requires_grad_(name in parts)
-            for name, value in self.network.trained.items()
+            name: value.detach().requires_grad_() for name, value in self.network.trained.items()
         }
+        right = set(parts)
         with torch.enable_grad():
             outputs = self.network.outputs(trained, few)
-            totals = (outputs[:, None] * back).sum(2).flatten().unbind()  # (B·R,)
-        right = set(parts)
+            if not outputs.requires_grad:
+                return right
+            totals = (outputs * passed.back).sum(2).flatten().unbind()  # (R·B,)
         chosen = [trained[name] for name in parts]
-        for (n, r), total in zip(product(*map(range, back.shape[:2])), totals, strict=True):
+        places = product(*map(range, passed.back.shape[:2]))
+        for (r, n), total in zip(places, totals, strict=True):
             single = torch.autograd.grad(total, chosen, retain_graph=True, materialize_grads=True)
             whole = total_norm(single)
             for (name, rows), gradient in zip(parts.items(), single, strict=True):
                 if not agree(rows[n, r], gradient.flatten(), whole):
                     right.discard(name)
         return right
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A forward pass that was recorded, and the rows that it gives.
+
+    Attributes:
+        outputs: (B, C), with their graph of derivatives.
+        trained: the parameters in it.
+        back: the cotangents (R, B, C).
+        lost: the names of parameters that are used otherwise than is followed; then no rows are
+            there.
+        is_mixed: whether examples are, so that rows do not belong to those of the same number.
+        layers, loose: as those of `Pulled`.
+    """
+
+    outputs: Tensor
+    trained: dict[str, Tensor]
+    back: Tensor
+    lost: list[str]
+    is_mixed: bool = False
+    layers: list[Factors] = field(default_factory=list)
+    loose: dict[str, Tensor] = field(default_factory=dict)
+
+    def agrees(self, rows: Mapping[str, Tensor]) -> bool:
+        """Whether a weighted sum of rows (B, R, ·) is what one backward pass gives for it."""
+        marks = _Marks.of(self.back)
+        exact: Sequence[Tensor] = [each.new_zeros(each.shape[2]) for each in rows.values()]
+        if self.outputs.requires_grad:
+            chosen, back = [self.trained[name] for name in rows], marks.sum(self.back)[0]
+            exact = torch.autograd.grad(
+                self.outputs, chosen, back, retain_graph=True, materialize_grads=True
+            )
+        sums = [marks.sum(each.transpose(0, 1))[0] for each in rows.values()]  # (B, ·)
+        rounding = ROUNDING * torch.finfo(self.back.dtype).eps * total_norm(sums)
+        gaps = [float((a.sum(0) - b.flatten()).norm()) for a, b in zip(sums, exact, strict=True)]
+        sizes = [_CLOSE[self.back.dtype] * float(each.norm()) + rounding for each in sums]
+        return not any(gap > size for gap, size in zip(gaps, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Weights that tell examples, and rows, from one another.
+
+    Attributes:
+        examples, rows: the weights, (B,) and (R,), all of about one size.
+    """
+
+    examples: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, back: Tensor) -> _Marks:
+        """Weights for cotangents (R, B, C)."""
+        generator = torch.Generator().manual_seed(1)
+        drawn = 2 * torch.rand(sum(back.shape[:2]), generator=generator, dtype=torch.float64) - 1
+        weights = (drawn + drawn.sign()).to(back)  # from 1 to 2, and from -2 to -1
+        return cls(weights[len(back) :], weights[: len(back)])
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """The weighted sum over r of rows (R, B, …), in one row (1, B, …)."""
+        total = (self.rows @ rows.flatten(1)).view(len(self.examples), -1)
+        return (total * self.examples[:, None]).view(1, *rows.shape[1:])
+
+    def stay(self, gradients: Tensor) -> bool:
+        """Whether of gradients (R + 1, B, …) the last ones are that sum of the others."""
+        rows, last = gradients[:-1].flatten(2), gradients[-1].flatten(1)
+        gaps = (last - self.sum(rows)[0]).norm(dim=-1)
+        sizes = (self.rows.abs() @ rows.norm(dim=-1)) * self.examples.abs()  # (B,)
+        eps = torch.finfo(last.dtype).eps
+        return not bool((gaps > _CLOSE[last.dtype] * sizes + eps * sizes.max()).any())
 
 
 def _add(parts: dict[str, Tensor], name: str, rows: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,48 +14,55 @@ from deltabars.errors import (
     first_line,
     option,
 )
-from deltabars.inputs import Inputs, leaves, map_leaves
+from deltabars.inputs import Inputs, map_leaves
 from deltabars.memory import ran_out
 from deltabars.network import Network
 from deltabars.turns import without_noise
 
 Rows = dict[str, Tensor]  # (B, R, ·) by name of a parameter
 Way = Callable[[Inputs, Tensor, tuple[str, ...]], Rows]
+Check = Callable[[Rows], bool]
 
 # What torch raises where it cannot go through a model; other errors are the model's own.
 UNSUPPORTED = (RuntimeError, IndexError, TypeError)
 
-_EXAMPLES = 3  # that a way is checked on
 _AGREE = 1e-3  # relative: a wrong way is off by as much as the derivatives themselves
-_ROUNDING = 100  # units in the last place of all derivatives together
+ROUNDING = 100  # units in the last place of all derivatives together
 
 
 class Singles:
     """The rows v·∂z/∂ω (B, R, ·) of cotangents v (B, R, C) by some parameters, example by example.
 
-    Three ways, of which the first is taken that works and agrees with the last: all examples and
-    all rows at once, by two `vmap`s; all examples at once and row after row; plain autograd.
-    torch has operations that bear one `vmap` and not two, some of them without an error (the
-    derivative of a PReLU is wrong where there are as many rows as examples), hence the check.
+    Three ways, of which the first is taken that works and gives rows that pass a check: all
+    examples and all rows at once, by two `vmap`s; all examples at once and row after row; plain
+    autograd, which needs no check. torch has operations that support one `vmap` and not two, some
+    of them without an error (the derivative of a PReLU is wrong where there are as many rows as
+    examples), and operations of one's own may be wrong under any.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._ways: list[Way] = [self._together, self._row_by_row, self._by_autograd]
-        self._checked = False
+        self._said = False
 
-    def rows(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows:
-        """The rows by the named parameters.
+    def rows(
+        self,
+        inputs: Inputs,
+        cotangents: Tensor,
+        names: tuple[str, ...],
+        agrees: Check | None = None,
+    ) -> Rows:
+        """The rows by the named parameters; `agrees` checks them.
 
         Cost: a forward pass and R backward passes an example; by plain autograd in as many calls.
         """
-        if not self._checked:
-            self._check(inputs, cotangents.shape[2], names)
-            self._checked = True
-        rows = None
-        while rows is None:
+        while True:
             rows = self._try(inputs, cotangents, names)
-        return rows
+            if rows is None:
+                continue
+            if agrees is None or len(self._ways) == 1 or agrees(rows):
+                return rows
+            self._give_up(names, "its derivatives under vmap are not those of autograd")
 
     def _try(self, inputs: Inputs, cotangents: Tensor, names: tuple[str, ...]) -> Rows | None:
         """The rows in the present way; None where it failed and there is another one."""
@@ -71,35 +78,22 @@ class Singles:
         self._give_up(names, reason)
         return None
 
-    def _check(self, inputs: Inputs, outputs: int, names: tuple[str, ...]) -> None:
-        """Leave the ways that fail on some examples, or that give something else."""
-        some = torch.arange(_EXAMPLES, device=self._network.device) % leaves(inputs)[0].shape[0]
-        few = map_leaves(lambda leaf: leaf[some], inputs)
-        generator = torch.Generator().manual_seed(2)
-        # As many rows as examples, where sizes may be mistaken for one another; and others.
-        for count in (_EXAMPLES, _EXAMPLES - 1):
-            size = (_EXAMPLES, count, outputs)
-            back = torch.randn(size, generator=generator).to(self._network.point)
-            exact = self._by_autograd(few, back, names)
-            while len(self._ways) > 1:
-                found = self._try(few, back, names)
-                if found is None:
-                    continue
-                whole = total_norm(exact.values())
-                if all(agree(found[name], exact[name], whole) for name in names):
-                    break
-                self._give_up(names, "its derivatives under vmap are not those of autograd")
-
     def _give_up(self, names: tuple[str, ...], reason: str) -> None:
         del self._ways[0]
-        if len(self._ways) > 1:
+        if len(self._ways) == 1:
+            self.warn(names, f"one that it cannot ({reason})")
+
+    def warn(self, names: Sequence[str], what: str) -> None:
+        """Say once that parameters are slower than they might be."""
+        if self._said:
             return
+        self._said = True
         count = len(self._network.trained)
         warnings.warn(
             "Model: expected operations that torch can differentiate for many examples at once, "
-            f"got one that it cannot ({reason}). Going on example by example for {len(names)} of "
-            f"{count} parameters ({names[0]}{', …' if len(names) > 1 else ''}), which is slower; "
-            f"leave them out with {option('params=')} if it takes too long.",
+            f"got {what}. Going on example by example for {len(names)} of {count} parameters "
+            f"({names[0]}{', …' if len(names) > 1 else ''}), which is slower; leave them out with "
+            f"{option('params=')} if it takes too long.",
             ModelWarning,
             stacklevel=3,
         )
@@ -175,7 +169,7 @@ def agree(found: Tensor, exact: Tensor, whole: float) -> bool:
     Some are zero but for rounding, such as those by the bias of attention's keys.
     """
     gap = float((found - exact).norm())
-    rounding = _ROUNDING * torch.finfo(exact.dtype).eps * whole
+    rounding = ROUNDING * torch.finfo(exact.dtype).eps * whole
     return gap <= max(_AGREE * float(exact.norm()), rounding) or not bool(exact.isfinite().all())
 
 

@@ -1,0 +1,471 @@
+"""Models that do with a batch what the first one did not show: against one example at a time."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deltabars
+from deltabars.curvature import GGNOperator, OPGOperator
+from deltabars.curvature.pullback import Pullback
+from deltabars.curvature.routes import Route
+from deltabars.errors import ModelError, ModelWarning
+from deltabars.network import Network
+
+EXACT = {"rtol": 0, "atol": 1e-12}  # float64, sums of some ten terms of O(1)
+L2 = 0.05
+REFUSED = "not to depend on the rest of its batch"
+
+
+class Product(torch.autograd.Function):
+    """x·wᵀ as in fused layers, out of torch's sight."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, signal):
+        x, w = ctx.saved_tensors
+        return signal @ w, signal.t() @ x
+
+
+class Mapped(torch.autograd.Function):
+    """The same, which vmap supports."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x @ w.t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, signal):
+        x, w = ctx.saved_tensors
+        return signal @ w, signal.transpose(-1, -2) @ x
+
+
+class WrongMapped(Mapped):
+    """Whose derivatives under vmap are wrong, where they are not zero."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        x, w = (part.movedim(d or 0, 0) for part, d in zip((x, w), in_dims, strict=True))
+        return torch.matmul(x, w.mT) * (1 + torch.arange(len(x)))[:, None, None] / len(x), 0
+
+
+class AddBackward0(torch.autograd.Function):
+    """The batch in reverse, under the name of an operation that keeps its order."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx, signal):
+        return signal.flip(0)
+
+
+class Net(nn.Module):
+    def __init__(self, wiring):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.w, self.v = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(6))
+        self.wiring = wiring
+
+    def forward(self, x):
+        return self.wiring(self, x)
+
+
+def order(x):
+    return x[:, 0].argsort(descending=True)
+
+
+def sorted_in_the_middle(net, x):
+    places = order(x)
+    return net.c(net.b(net.a(x).tanh()[places]).tanh()[places.argsort()])
+
+
+def selected(net, x):
+    places = order(x)
+    hidden = net.b(net.a(x).tanh().index_select(0, places)).tanh()
+    return net.c(hidden).index_select(0, places.argsort())
+
+
+def by_product(net, x):
+    places = torch.eye(len(x), dtype=x.dtype)[order(x)]
+    return net.c(places.t() @ net.b(places @ net.a(x).tanh()).tanh())
+
+
+def two_swapped(net, x):
+    """Rare examples go first, and the others follow in their order."""
+    places = (x[:, 1] < 1.2).int().argsort(stable=True)
+    return net.c(net.b(net.a(x).tanh()[places]).tanh()[places.argsort()])
+
+
+def in_two_parts(net, x):
+    hidden, k = net.a(x).tanh(), int((x[:, 0] > 0).sum())
+    hidden = net.b(torch.cat([hidden[k:], hidden[:k]])).tanh()
+    return net.c(torch.cat([hidden[-k:], hidden[:-k]]) if k else hidden)
+
+
+def rolled(net, x):
+    return net.c(net.b(net.a(x).tanh().roll(1, 0)).tanh().roll(-1, 0))
+
+
+def turned_by_an_operation_of_its_own(net, x):
+    turn = AddBackward0.apply
+    return net.c(turn(net.b(turn(net.a(x).tanh())).tanh()))
+
+
+def prototypes(net, x):
+    """A table of as many rows as a batch may have."""
+    table = net.a(torch.eye(6, 4, dtype=x.dtype)).tanh()
+    return net.c(net.b(net.a(x).tanh()) @ table.t())
+
+
+def main(net, x):
+    return net.c(net.b(net.a(x).tanh()))
+
+
+def product_behind_a_gate(net, x):
+    return main(net, x) + (x[:, :1] < 0) * Product.apply(x, net.w)
+
+
+def mapped_behind_a_gate(net, x):
+    return main(net, x) + (x[:, :1] < 0) * Mapped.apply(x, net.w)
+
+
+def wrong_mapped_behind_a_gate(net, x):
+    return main(net, x) + (x[:, :1] < 0) * WrongMapped.apply(x, net.w)
+
+
+def used_twice(net, x):
+    return F.linear(x, net.w) + (x[:, :1] < 0) * Mapped.apply(x, net.w)
+
+
+def another_way_by_number(net, x):
+    hidden = net.a(x).tanh()
+    return net.c(hidden) if len(x) % 2 else hidden @ net.c.weight.t() + net.c.bias
+
+
+def routed(net, x):
+    first, out = x[:, 0] > 0, x.new_zeros(len(x), 6)
+    out[first], out[~first] = net.a(x[first]), F.linear(x[~first], net.b.weight[:, :4])
+    return net.c(out.tanh())
+
+
+MIXED = [
+    sorted_in_the_middle, selected, by_product, two_swapped, in_two_parts, rolled,
+    turned_by_an_operation_of_its_own, prototypes,
+]  # fmt: skip
+GATED = [
+    product_behind_a_gate, mapped_behind_a_gate, wrong_mapped_behind_a_gate, used_twice,
+    another_way_by_number, routed,
+]  # fmt: skip
+
+
+def named(function):
+    return function.__name__
+
+
+def built(wiring):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net(wiring).double().eval()
+
+
+def examples(count=24):
+    """In the order that models here put them in; and as they come."""
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return found[order(found)], found
+
+
+def every_output(outputs):
+    return torch.eye(outputs.shape[1], dtype=outputs.dtype).expand(len(outputs), -1, -1)
+
+
+def one_row(outputs):
+    return outputs.sin().unsqueeze(1)
+
+
+def rows_of_single_examples(model, inputs, cotangents):
+    """By plain autograd, (B, R, P)."""
+    weights, rows = list(model.parameters()), []
+    for n in range(len(inputs)):
+        outputs = model(inputs[n : n + 1])
+        parts = [
+            torch.autograd.grad(
+                outputs[0], weights, back, retain_graph=True, materialize_grads=True
+            )
+            for back in cotangents(outputs.detach())[0]
+        ]
+        rows.append(torch.stack([torch.cat([part.flatten() for part in row]) for row in parts]))
+    return torch.stack(rows)
+
+
+def pull(pullback, inputs, cotangents):
+    with pullback.network.evaluation():
+        return pullback.rows(inputs, cotangents)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")
+@pytest.mark.parametrize("cotangents", [every_output, one_row], ids=named)
+@pytest.mark.parametrize("wiring", [*MIXED, *GATED], ids=named)
+def test_rows_are_those_of_single_examples_in_every_batch(wiring, cotangents):
+    model, (in_order, as_they_come) = built(wiring), examples()
+    pullback = Pullback(Network.capture(model))
+    nearly = in_order[[1, 0, *range(2, 24)]]
+    # What the first batches show is harmless: one example, some in order, and behind a closed gate.
+    for inputs in (in_order[:1], in_order[:3], in_order, nearly, as_they_come[:2], as_they_come):
+        exact = rows_of_single_examples(model, inputs, cotangents)
+        torch.testing.assert_close(pull(pullback, inputs, cotangents), exact, **EXACT)
+
+
+@pytest.mark.parametrize("wiring", [sorted_in_the_middle, in_two_parts, two_swapped], ids=named)
+def test_another_order_in_later_batches_is_said_once(wiring):
+    model, (in_order, as_they_come) = built(wiring), examples()
+    pullback = Pullback(Network.capture(model))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for inputs in (in_order[:1], as_they_come, as_they_come[:7], in_order):
+            pull(pullback, inputs, every_output)
+    (warning,) = said
+    assert warning.category is ModelWarning
+    assert "example by example for 2 of " in str(warning.message)
+
+
+def test_batches_that_were_checked_are_not_checked_again(monkeypatch):
+    """A product over rows that are not kept goes through the checks on the first pass alone."""
+    model, (inputs, _) = built(main), examples()
+    data = inputs, torch.arange(24) % 3
+    problem = deltabars.Problem(model, data, l2=L2, memory_budget=40_000, chunk_size=8)
+    operator, seen = OPGOperator(problem), []
+    assert not operator.keeps_rows
+    plain = operator.pullback.rows
+    monkeypatch.setattr(
+        operator.pullback, "rows", lambda *a, again: seen.append(again) or plain(*a, again=again)
+    )
+    vector = torch.ones(1, operator.shape[0], dtype=torch.float64)
+    first, second = operator.matmat(vector), operator.matmat(vector)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    half = len(seen) // 2
+    assert seen == [False] * half + [True] * half
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")
+@pytest.mark.parametrize("kind", [OPGOperator, GGNOperator])
+@pytest.mark.parametrize(
+    "wiring", [sorted_in_the_middle, two_swapped, product_behind_a_gate, mapped_behind_a_gate],
+    ids=named,
+)  # fmt: skip
+def test_operators_whose_first_chunk_is_harmless(wiring, kind):
+    model, (in_order, as_they_come) = built(wiring), examples()
+    inputs = torch.cat([in_order[:8], as_they_come])
+    problem = deltabars.Problem(model, (inputs, torch.arange(32) % 3), l2=L2, chunk_size=8)
+    operator = kind(problem)
+
+    def cotangents(outputs):
+        p = outputs.softmax(1)
+        if kind is OPGOperator:
+            return (p - F.one_hot(targets, 3))[:, None]
+        values, vectors = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+        return (vectors * values.clamp(min=0).sqrt()[:, None]).mT
+
+    rows = []
+    for n, targets in enumerate(problem.data.chunks(1)):
+        targets = targets.targets
+        rows.append(rows_of_single_examples(model, inputs[n : n + 1], cotangents)[0])
+    rows = torch.cat(rows)
+    exact = rows.T @ rows / 32 + L2 * torch.eye(rows.shape[1], dtype=rows.dtype)
+    torch.testing.assert_close(operator.to_dense(), exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+@pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")
+@pytest.mark.parametrize("wiring", [sorted_in_the_middle, product_behind_a_gate], ids=named)
+def test_predictions_do_not_depend_on_what_came_before(wiring):
+    model, (in_order, as_they_come) = built(wiring), examples()
+    fit = deltabars.fit(
+        model, (in_order, torch.arange(24) % 3), l2=L2, rank=20, batch_size=8, progress=False
+    )
+    one_by_one = torch.cat([fit.predict(as_they_come[n : n + 1]).std for n in range(24)])
+    torch.testing.assert_close(fit.predict(as_they_come).std, one_by_one, rtol=1e-9, atol=0)
+
+
+def squares(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum(1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_units_that_are_used_out_of_sight_are_not_left_out():
+    scripted = torch.jit.script(squares)
+
+    def seen_before_its_relu(net, x):
+        hidden = net.a(x)
+        return net.c(hidden.relu()) + (x[:, :1] < 0) * scripted(hidden) * x[:, 1:] / 100
+
+    model = built(seen_before_its_relu)
+    with torch.no_grad():
+        model.a.bias[:3] = -20.0  # never on, so that only the gate lets something through
+    inputs, _ = examples(100)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(100) < 70, 1.0, -1.0)
+    targets = torch.arange(100) % 3
+    problem = deltabars.Problem(model, (inputs, targets), l2=L2)
+    losses = F.cross_entropy(model(inputs), targets, reduction="none")
+    weights = list(model.parameters())
+    rows = [
+        torch.autograd.grad(loss, weights, retain_graph=True, materialize_grads=True)
+        for loss in losses
+    ]
+    flat = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    exact = flat.T @ flat / 100 + L2 * torch.eye(flat.shape[1], dtype=flat.dtype)
+    torch.testing.assert_close(OPGOperator(problem).to_dense(), exact, rtol=1e-12, atol=1e-12)
+
+
+# Outputs that depend on the rest of the batch.
+
+
+def gru(net, x):
+    return net.c(net.extra(x.unflatten(1, (2, 2)))[0][:, -1])
+
+
+def centred(net, x):
+    return main(net, x - 1e-3 * x.mean(0))
+
+
+def running_sums(net, x):
+    return main(net, x.cumsum(0))
+
+
+def with_the_one_before(net, x):
+    return main(net, x + 0.1 * x.roll(1, 0))
+
+
+def with_the_first(net, x):
+    return main(net, x + 0.1 * x[:1])
+
+
+def attention_over_the_batch(net, x):
+    return net.c(net.extra(*[net.a(x)] * 3)[0])
+
+
+def softmax_over_the_batch(net, x):
+    return net.c(net.a(x).softmax(0))
+
+
+def norm_of_the_batch(net, x):
+    hidden = net.a(x)
+    return net.c(F.layer_norm(hidden, hidden.shape))
+
+
+def scaled_by_the_number(net, x):
+    return main(net, x) * (1 + 1 / len(x))
+
+
+def ranked(net, x):
+    return main(net, x + x[:, :1].argsort(0).argsort(0) / len(x))
+
+
+def capacity(net, x):
+    """Half of the batch at most goes to the expert, those that come first."""
+    places = (x[:, 0] > 0).cumsum(0)
+    chosen = (x[:, 0] > 0) & (places <= max(1, len(x) // 3))
+    return net.c(torch.where(chosen[:, None], net.b(net.a(x).tanh()), net.a(x)))
+
+
+def of_rare_examples(net, x):
+    return main(net, x - x.mean(0) if bool((x[:, 0] > 4).any()) else x)
+
+
+DEPENDENT = {
+    gru: nn.GRU(2, 6), attention_over_the_batch: nn.MultiheadAttention(6, 2),
+} | dict.fromkeys(
+    (
+        centred, running_sums, with_the_one_before, with_the_first, softmax_over_the_batch,
+        norm_of_the_batch, scaled_by_the_number, ranked, capacity, of_rare_examples,
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("wiring", list(DEPENDENT), ids=named)
+def test_outputs_that_depend_on_the_batch_are_refused(wiring, dtype):
+    model, (_, inputs) = built(wiring), examples(100)
+    model.extra = DEPENDENT[wiring]
+    inputs[80, 0] = 5.0  # beyond the examples that the model is tried out on
+    data = inputs.to(dtype), torch.arange(100) % 3
+    with pytest.raises(ModelError, match=REFUSED):
+        deltabars.Problem(model.to(dtype), data, l2=L2)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_predictions_that_depend_on_the_batch_are_refused():
+    model, (_, inputs) = built(of_rare_examples), examples(24)
+    fit = deltabars.fit(model, (inputs, torch.arange(24) % 3), l2=L2, rank=5, progress=False)
+    fit.predict(inputs)
+    with pytest.raises(ModelError, match=REFUSED):
+        fit.predict(inputs + 5)
+
+
+def in_half_precision(net, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = net.b(net.a(x).tanh()).tanh()
+    return net.c(hidden.to(x.dtype))
+
+
+def sensitive_to_rounding(net, x):
+    return (main(net, x) * 1e3 + 1e4 - 1e4).sin()
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")  # of bfloat16 under vmap
+@pytest.mark.parametrize("wiring", [main, in_half_precision, sensitive_to_rounding], ids=named)
+def test_rounding_is_no_dependence(wiring):
+    model, (_, inputs) = built(wiring).float(), examples(100)
+    problem = deltabars.Problem(model, (inputs.float(), torch.arange(100) % 3), l2=L2)
+    assert OPGOperator(problem).matmat(torch.ones(1, problem.num_parameters)).isfinite().all()
+
+
+# Graphs that need no look at what arrives, and some that do.
+
+
+@pytest.mark.parametrize(
+    ("apart", "forward"),
+    [
+        (True, lambda x: F.max_pool2d(x.view(-1, 1, 2, 3), 2).flatten(1).softmax(-1)),
+        (True, lambda x: F.layer_norm(x, (6,)).mean(-1, keepdim=True) - x),
+        (True, lambda x: F.scaled_dot_product_attention(*[x.view(-1, 1, 2, 3)] * 3).flatten(1)),
+        (True, lambda x: torch.cat([x[:, None].transpose(1, 2)[..., 0], x], 1).sum(1)[:, None]),
+        (False, lambda x: x[torch.arange(len(x))]),
+        (False, lambda x: x.softmax(0)),
+        (False, lambda x: x.softmax(-2)),
+        (False, lambda x: F.layer_norm(x, x.shape)),
+        (False, lambda x: x - x.mean(0, keepdim=True)),
+        (False, lambda x: x * x.mean()),
+        (False, lambda x: x @ x[:, :6].t()[:6, :6]),
+        (False, lambda x: F.pad(x, (0, 0, 1, -1))),
+        (False, lambda x: x + x[:, 0]),
+        (False, lambda x: x.t().reshape(6, 6)),
+        (False, lambda x: torch.cat([x[3:], x[:3]])),
+        (False, lambda x: F.batch_norm(x, None, None, training=True)),
+        (False, lambda x: AddBackward0.apply(x)),
+    ],
+)  # fmt: skip
+def test_graphs_that_keep_examples_apart(apart, forward):
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    hidden = x.tanh()
+    route = Route.of(forward(hidden), {hidden.grad_fn})
+    assert route.leaves == {id(x)}
+    assert route.keeps_apart is apart
