@@ -18,6 +18,7 @@ from torch import nn
 import deltabars
 from deltabars.errors import CorruptFileError, DeltaBarsError, ModelError
 from deltabars.reading import parse_json
+from deltabars.sources import NamedModel
 from deltabars.sources.weights import read_weights
 from tests.hostile import in_child
 from tests.networks import dense
@@ -98,6 +99,63 @@ class TestAsTorchReadsThem:
             found = read_weights(tmp_path / f"{number}.ckpt")
             assert list(found) == list(state)
             assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+class TestNames:
+    """What wrappers put before or into the names of weights."""
+
+    def given(self, names, tmp_path, capsys, **more):
+        model = dense()
+        state = {name: value + 1 for name, value in model.state_dict().items()}
+        torch.save({**{names(name): value for name, value in state.items()}, **more},
+                   tmp_path / "a.ckpt")  # fmt: skip
+        found = NamedModel("tests.networks:dense", str(tmp_path / "a.ckpt")).load().state_dict()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+        return capsys.readouterr().err
+
+    @pytest.mark.parametrize("prefix", [
+        "module.", "model.", "net.", "_orig_mod.", "module._orig_mod.", "model.net.", "any.thing.",
+        "_orig_mod.module.model.",
+    ])  # fmt: skip
+    def test_prefixes(self, prefix, tmp_path, capsys):
+        said = self.given(lambda name: prefix + name, tmp_path, capsys)
+        assert said.count("\n") == 1
+        assert prefix.split(".")[-2] in said
+        assert "is taken off 4 names" in said
+
+    def test_wrappers_within(self, tmp_path, capsys):
+        said = self.given(lambda name: name.replace("0.", "0._orig_mod."), tmp_path, capsys)
+        assert "'_orig_mod.' is taken off 4 names" in said
+
+    def test_names_that_agree_need_no_notice(self, tmp_path, capsys):
+        assert self.given(str, tmp_path, capsys) == ""
+
+    def test_others_beside_them(self, tmp_path, capsys):
+        """Of a loss, a metric, or an average of the weights."""
+        other = {"loss.weight": torch.ones(3), "ema.0.weight": torch.ones(5, 4)}
+        said = self.given(lambda name: f"net.{name}", tmp_path, capsys, **other)
+        assert "and 2 others are left out" in said
+        with pytest.raises(ModelError, match="unknown"):  # `ours` might be anything
+            self.given(lambda name: f"ours.{name}", tmp_path, capsys, **other)
+        with pytest.raises(ModelError, match="unknown"):
+            self.given(str, tmp_path, capsys, **other)
+
+    def test_two_sets_of_them(self, tmp_path, capsys):
+        again = {f"model.{name}": value for name, value in dense().state_dict().items()}
+        with pytest.raises(ModelError, match=r"got 2, under 'model\.' and 'net\.'"):
+            self.given(lambda name: f"net.{name}", tmp_path, capsys, **again)
+
+    def test_a_model_that_is_compiled(self, tmp_path):
+        state = {name: value + 1 for name, value in dense().state_dict().items()}
+        torch.save(state, tmp_path / "a.pt")
+        path = tmp_path / "net.py"
+        path.write_text(
+            "from torch import nn\nfrom tests.networks import dense\n\n\n"
+            "class Compiled(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self._orig_mod = dense()\n"
+        )
+        found = NamedModel(f"{path}:Compiled", str(tmp_path / "a.pt")).load()
+        assert torch.equal(next(found.parameters()), next(iter(state.values())))
 
 
 def zipped(pickled: bytes, **records: bytes) -> bytes:

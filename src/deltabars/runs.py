@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,15 @@ class Run:
         classes: tuple[str, ...] | None = None,
         *,
         loss: Mapping[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
         overwrite: bool = False,
         dtype: torch.dtype | str | None = None,
         max_file_size: int | str = MAX_FILE_SIZE,
     ) -> Run:
         """Write a RUN folder, whole or not at all; the fit as `DeltaFit.save` is told to.
 
-        `loss` is that of the training as it was given, by the names of `named_loss`'s arguments.
+        `loss` is that of the training as it was given, by the names of `named_loss`'s arguments;
+        `columns` are those of the training table, which other tables then have to have.
         In a process group all ranks call it together.
 
         Raises:
@@ -98,6 +100,7 @@ class Run:
             "manifest": fit.diagnostics.get("manifest"),
             "outputs": fit.num_outputs,
             **({} if loss is None else {"loss": dict(loss)}),
+            **({} if columns is None else {"columns": list(columns)}),
         }
         content = {
             **about,
@@ -177,21 +180,15 @@ class Run:
         """Data for the fit: the training data by default; pictures are prepared as these were.
 
         Raises:
-            BadValueError: other classes than those of the training data.
+            BadValueError: other classes or columns than those of the training data.
         """
         if isinstance(data, str):
             data = NamedData(data).prepared_as(self.data)
-        source = (self.data if data is None else data).load()
-        given, own = source.classes, self.classes
-        if own is None:
-            _check_names(given, self.num_outputs)
-        if given is not None and own is not None and given != own:
-            odd = sorted(set(given) ^ set(own)) or ["their order"]
-            raise BadValueError(
-                f"--data: expected the {len(own)} classes of the fit, or pictures without classes "
-                f"beside one another, got {len(given)} (the difference: {', '.join(odd[:5])})."
-            )
-        return replace(source, classes=own if own is not None else given)
+        source = (self.data if data is None else data).load(self.about.get("columns"))
+        if self.classes is None:
+            _check_names(source.classes, self.num_outputs)
+            return source
+        return source.with_classes(self.classes)
 
     def keep(self, kept: Kept, *, aside: bool = False) -> Path:
         """Keep a prediction; one of the same data and options takes the place of the former.

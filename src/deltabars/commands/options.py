@@ -23,6 +23,7 @@ weights itself is marked with @deltabars.trained.
 DATA is one of
   a folder of pictures        sub-folders are the classes, in sorted order; or no sub-folders
   FILE.npz                    arrays inputs (or images, x) and targets (or labels, y)
+  FILE.csv, FILE.parquet      columns of numbers, and --target COLUMN
   a folder of MNIST's idx files, or of CIFAR-10's binary batches (with --part)
   module:factory, file.py:factory    that gives a Dataset, a DataLoader or a pair of tensors
 Pictures are RGB (--gray: one channel), pixels from 0 to 1, channels first.
@@ -53,6 +54,7 @@ def add_data(parser: argparse.ArgumentParser, *, required: bool, default: str = 
     add = group.add_argument
     add("--data", required=required, metavar="DATA", help=f"a folder, .npz or factory{default}")
     add("--data-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
+    add("--target", metavar="COLUMN", help="of a table: the column with the targets")
     add("--part", choices=("train", "test"), help="of MNIST and CIFAR-10 (default: train)")
     add(
         "--size",
@@ -123,6 +125,7 @@ def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> Na
         "gray": options.gray,
         "mean": None if options.mean is None else tuple(options.mean),
         "std": None if options.std is None else tuple(options.std),
+        "target": options.target,
     }
     spec, part, arguments = options.data, options.part, options.data_args
     if kept is not None and spec is None:
@@ -133,7 +136,7 @@ def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> Na
 
 def is_data_named(options: argparse.Namespace) -> bool:
     """Whether any option says which data are meant."""
-    names = ("data", "data_args", "part", "size", "crop", "gray", "mean", "std")
+    names = ("data", "data_args", "target", "part", "size", "crop", "gray", "mean", "std")
     return any(getattr(options, name) for name in names)
 
 

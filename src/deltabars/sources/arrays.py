@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def from_tensors(
             f"{tuple(inputs.shape)}."
         )
     ready = preparation.normalise(inputs) if inputs.ndim == 4 else inputs
-    return Source(
+
+    def relabelled(numbers: Tensor) -> Source:
+        assert targets is not None
+        return replace(source, data=(ready, numbers[targets]), targets=numbers[targets])
+
+    source = Source(
         data=ready if targets is None else (ready, targets),
         dataset=ready,
         classes=classes,
@@ -80,6 +86,10 @@ def from_tensors(
         picture=_picture_of(inputs) if is_pixels else None,
         fingerprint=fingerprint_of(ready, *(() if targets is None else (targets,))),
     )
+    if targets is None or targets.ndim != 1 or targets.is_floating_point() or not len(targets):
+        return source
+    in_range = 0 <= int(targets.min()) <= int(targets.max()) < len(classes or ())
+    return replace(source, relabel=relabelled) if in_range else source
 
 
 def from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:

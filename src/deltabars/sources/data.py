@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from deltabars.errors import BadValueError, DataError
 from deltabars.sources.arrays import from_factory, read_downloaded, read_npz
+from deltabars.sources.columns import ENDINGS, read_table
 from deltabars.sources.folders import read_folder
 from deltabars.sources.names import check_texts, is_name, with_full_path
 from deltabars.sources.pictures import Preparation
@@ -24,6 +25,7 @@ _APPLIES = {
     "gray": ("folder",),
     "mean": _IMAGES,
     "std": _IMAGES,
+    "target": ("table",),
 }
 
 
@@ -32,10 +34,12 @@ class NamedData:
     """Data as they are named on a command line.
 
     Attributes:
-        spec: a folder of pictures, an `.npz` file, a folder of MNIST's idx files or of CIFAR-10's
-            binary batches, or `package.module:factory` or `path/to/file.py:factory`.
+        spec: a folder of pictures, an `.npz` file, a table (`.csv`, `.parquet`), a folder of
+            MNIST's idx files or of CIFAR-10's binary batches, or `package.module:factory` or
+            `path/to/file.py:factory`.
         part: `"train"` or `"test"`, of MNIST and CIFAR-10; the former by default.
         size, crop, gray, mean, std: as for `Preparation`.
+        target: of a table, the column with the targets.
         arguments: keyword arguments of the factory.
     """
 
@@ -46,15 +50,19 @@ class NamedData:
     gray: bool = False
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    target: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_texts("--data", self.arguments, self.spec, self.part)
+        check_texts("--data", self.arguments, self.spec, self.part, self.target)
         if self.spec is None:
             raise DataError("--data: expected the name of data, got none.")
 
-    def load(self) -> Source:
+    def load(self, columns: Sequence[str] | None = None) -> Source:
         """The data; a folder of pictures is read as it is needed.
+
+        Args:
+            columns: that a table must have, those of a fit; then it may be without the target.
 
         Raises:
             BadValueError, DataError: there are no such data, or an option does not apply to them.
@@ -67,6 +75,8 @@ class NamedData:
             return from_factory(self.spec, self.arguments)
         if kind == "npz":
             return read_npz(path, preparation)
+        if kind == "table":
+            return read_table(path, self.target, columns)
         if kind == "folder":
             return read_folder(path, preparation)
         return read_downloaded(path, kind, self.part or "train", preparation)
@@ -97,12 +107,14 @@ class NamedData:
             return "folder"
         if path.suffix == ".npz":
             return "npz"
+        if path.suffix.lower() in ENDINGS and os.path.exists(path):
+            return "table"
         if is_name(self.spec):
             return "factory"
         found = "is a file of another kind" if os.path.exists(path) else "does not exist"
         raise DataError(
-            f"--data: expected a folder, an .npz file, module:factory or file.py:factory, got "
-            f"{self.spec}, which {found}."
+            "--data: expected a folder, an .npz file, a table, module:factory or file.py:factory, "
+            f"got {self.spec}, which {found}."
         )
 
     def _check_options(self, kind: str) -> None:

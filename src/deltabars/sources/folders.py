@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,14 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     dataset = Pictures(files, labels, preparation, shape)
     numbers = 4 * shape[0] * shape[1] * shape[2]
     size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // numbers))
-    return Source(
+
+    def relabelled(numbers: Tensor) -> Source:
+        assert labels is not None
+        other = replace(dataset, labels=numbers[labels])
+        loader = DataLoader(other, batch_size=size)
+        return replace(source, data=loader, dataset=other, targets=other.labels)
+
+    source = Source(
         data=DataLoader(dataset, batch_size=size),
         dataset=dataset,
         classes=classes or None,
@@ -94,7 +101,9 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
         targets=labels,
         picture=lambda number: preparation.read(files[number]),
         fingerprint=_fingerprint(folder, files, preparation),
+        relabel=relabelled,
     )
+    return source
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deltabars.errors import ModelError, UsageError, shortened
+from deltabars.errors import ModelError, UsageError, printable, shortened
 from deltabars.sources.names import check_texts, find_object, user_code, with_full_path
 from deltabars.sources.weights import read_weights
 
 _MARK = "_deltabars_trained"
+# What torch.compile and FSDP put into names, and what modules within others are usually called.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_USUAL = ("module", "model", "net", "network")
 
 Factory = TypeVar("Factory")
 
@@ -132,14 +136,8 @@ def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
     wanted = {
         name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)
     }
-    shared = {value.data_ptr() for name, value in wanted.items() if name in weights}
-    # Of tied weights, a safetensors file has one name.
-    missing = [
-        name
-        for name, value in wanted.items()
-        if name not in weights and not (value.numel() and value.data_ptr() in shared)
-    ]
-    unexpected = [name for name in weights if name not in wanted]
+    weights, notice = _unwrapped(weights, wanted)
+    missing, unexpected = _differences(weights, wanted)
     if missing or unexpected:
         first = [
             f"{what} {shortened(repr(names[0]))}"
@@ -168,6 +166,73 @@ def _give(model: nn.Module, weights: Mapping[str, Tensor], path: str) -> None:
                 f"{path}."
             )
     model.load_state_dict(dict(weights), strict=False)
+    if notice is not None:
+        print(printable(f"deltabars: --weights: {notice} in {path}"), file=sys.stderr)
+
+
+def _differences(names: Iterable[str], wanted: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """The names of a model's state that are missing, and those that it does not have."""
+    given = set(names)
+    shared = {value.data_ptr() for name, value in wanted.items() if name in given}
+    # Of tied weights, a safetensors file has one name.
+    missing = [
+        name
+        for name, value in wanted.items()
+        if name not in given and not (value.numel() and value.data_ptr() in shared)
+    ]
+    return missing, [name for name in names if name not in wanted]
+
+
+def _unwrapped(
+    weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Tensor], str | None]:
+    """Weights by the names of the model, and what was taken off theirs.
+
+    Something before all names is left out, whatever it is; where there are others beside them, such
+    as of a loss or of averaged weights, what modules and wrappers are usually called alone is.
+
+    Raises:
+        ModelError: several sets of weights have the model's names.
+    """
+    own = {_without_wrappers(name): name for name in wanted}
+    plain = {_without_wrappers(name): name for name in weights}
+    clash = len(own) < len(wanted) or len(plain) < len(weights) or not wanted
+    if clash or not any(_differences(weights, wanted)):
+        return weights, None
+    state = {name: wanted[full] for name, full in own.items()}
+    first = next(iter(state.values())).data_ptr()
+    ends = [f".{name}" for name, value in state.items() if value.data_ptr() == first]
+    whole = [f".{name}" for name in plain]
+    before = {name.removesuffix(end) for name in whole for end in ends if name.endswith(end)}
+    found: dict[str, dict[str, Tensor]] = {}
+    for prefix in sorted(f"{part[1:]}." if part else "" for part in before):
+        inside = {
+            name.removeprefix(prefix): weights[full]
+            for name, full in plain.items()
+            if name.startswith(prefix)
+        }
+        usual = all(part in _USUAL for part in prefix.split(".")[:-1])
+        if (usual or len(inside) == len(plain)) and not any(_differences(inside, state)):
+            found[prefix] = inside
+    if len(found) > 1:
+        raise ModelError(
+            f"--weights: expected one set of the model's weights, got {len(found)}, under "
+            f"{' and '.join(map(repr, found))}. Save the one that is meant by itself."
+        )
+    if not found:
+        return weights, None
+    ((prefix, inside),) = found.items()
+    taken = sorted({part for name in weights for part in name.split(".") if part in _WRAPPERS})
+    what = [prefix] * bool(prefix) + [f"{part}." for part in taken]
+    left = len(weights) - len(inside)
+    notice = f"{' and '.join(map(repr, what)) or 'nothing'} is taken off {len(inside)} names"
+    if left:
+        notice += f", and {left} others are left out,"
+    return {own[name]: value for name, value in inside.items()}, notice
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _kind(value: Tensor) -> tuple[bool, bool]:

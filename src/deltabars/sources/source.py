@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Source:
         picture: the picture (H, W) or (H, W, 3) of an input by its number, uint8; or None.
         fingerprint: of the data; None where it is not known without reading them.
         ordered: whether every pass has the same order.
+        columns: of a table, the names of the numbers of an input.
+        relabel: the same data with other class numbers; None where they cannot be exchanged.
     """
 
     data: Any
@@ -44,6 +46,8 @@ class Source:
     picture: Picture | None = None
     fingerprint: str | None = None
     ordered: bool = True
+    columns: tuple[str, ...] | None = None
+    relabel: Callable[[Tensor], Source] | None = None
 
     def __len__(self) -> int:
         """How many inputs there are; 0 where that is not known without reading them."""
@@ -61,6 +65,28 @@ class Source:
         self.check_ordered()
         for raw in iterate(self.data, _READ_SIZE):
             yield batch_of(raw, signature)
+
+    def with_classes(self, classes: tuple[str, ...]) -> Source:
+        """The same data with the class numbers of a fit, by the names of the classes.
+
+        Raises:
+            DataError: there are other classes than those, or their numbers cannot be exchanged.
+        """
+        given = self.classes
+        if given is None or given == classes:
+            return replace(self, classes=classes)
+        odd = [name for name in given if name not in classes]
+        twice = len({*given}) < len(given) or len({*classes}) < len(classes)
+        if odd or twice or self.relabel is None:
+            why = odd or (["names that are there twice"] if twice else ["their order or number"])
+            raise DataError(
+                f"--data: expected some of the {len(classes)} classes of the fit, or pictures "
+                f"without classes beside one another, got {len(given)} (the difference: "
+                f"{', '.join(why[:5])})."
+            )
+        own = {name: number for number, name in enumerate(classes)}
+        numbers = torch.tensor([own[name] for name in given])
+        return replace(self.relabel(numbers), classes=classes)
 
     def check_ordered(self) -> None:
         """Refuse data without an order, in which an input's number means nothing."""
