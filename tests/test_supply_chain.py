@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import audit
@@ -39,6 +40,7 @@ socket.create_connection = socket.getaddrinfo = refuse
 """
 PROGRAM = """
 import sys
+import tomllib
 from pathlib import Path
 import deltabars
 from deltabars.cli import main
@@ -162,3 +164,31 @@ def test_what_was_not_audited_is_not_called_sound():
     assert audit.told([skipped, skipped]) == (audit.NOTHING, [])
     assert audit.told([skipped, sound])[0] == "audit: 1 checked, 1 not, 0 known weaknesses."
     assert audit.told([sound, weak])[1] == ["c 2: PYSEC-1"]
+
+
+class TestPackage:
+    ADDRESS = "https://github.com/deltabars/deltabars"
+
+    def test_links_of_the_readme_hold_on_other_sites(self):
+        """On a page of the package index there is no folder docs beside it."""
+        links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
+        assert len(links) > 20
+        for link in links:
+            assert link.startswith("https://"), link
+            inside = re.fullmatch(rf"{self.ADDRESS}/(?:blob|raw)/main/([^#]*)(?:#(.*))?", link)
+            if inside is None:
+                continue
+            page = ROOT / inside[1]
+            assert page.is_file(), link
+            if inside[2]:
+                titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+                assert inside[2] in anchors, link
+
+    def test_metadata(self):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(project["urls"]) >= {"Homepage", "Documentation", "Issues", "Changelog"}
+        assert all(url.startswith(self.ADDRESS) for url in project["urls"].values())
+        assert project["authors"]
+        versions = {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13, 14)}
+        assert versions < set(project["classifiers"])
