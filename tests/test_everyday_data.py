@@ -208,8 +208,9 @@ class TestTables:
         given = ("--model", "net.py:make", "--data", data, "--l2", "0.5", "--device", "cpu")
         return main(["fit", *given, "--out", "run", "--quiet", "--overwrite", *map(str, options)])
 
-    def predict(self, data, *options):
-        code = main(["predict", "run", "--data", data, "--quiet", "--out", "a.csv", *options])
+    def predict(self, data):
+        options = ("--quiet", "--out", "a.csv", "--overwrite")
+        code = main(["predict", "run", "--data", data, *options])
         return pandas.read_csv("a.csv") if code == 0 else None
 
     @pytest.mark.parametrize("ending", ["csv", "parquet", "tsv.csv"])
