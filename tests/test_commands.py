@@ -211,6 +211,7 @@ class TestLosses:
         ("answers", 1, ("--loss", "bce", "--pos-weight", 2),
          nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))),
         ("answers", 1, ("--likelihood", "bernoulli"), "bernoulli"),
+        ("few", 1, ("--loss", "bce"), nn.BCEWithLogitsLoss()),
         ("numbers", 1, ("--loss", "mse"), nn.MSELoss()),
         ("numbers", 1, ("--loss", "mse", "--noise", "estimate"), nn.MSELoss()),
         ("numbers", 1, ("--likelihood", "gaussian"), Gaussian("estimate")),

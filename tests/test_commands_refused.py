@@ -75,6 +75,17 @@ def prepare(kind: str, workshop) -> None:
         picture(ten_classes(here / "data") / "loose.png")
     elif kind == "few classes":
         picture(here / "data" / "0" / "a.png")
+    elif kind == "one output":
+        picture(here / "data" / "cat" / "a.png")
+        picture(here / "data" / "dog" / "a.png")
+        Path("net.py").write_text(
+            "from torch import nn\n\ndef make():\n"
+            "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 1))\n"
+        )
+        Path("w.safetensors").write_bytes(b"")
+        state = workshop.model.state_dict()
+        state["3.weight"], state["3.bias"] = torch.zeros(1, 6), torch.zeros(1)
+        save_file(state, "w.safetensors")
     elif kind == "other size":
         ten_classes(here / "data", 12)
     elif kind == "existing":
@@ -128,6 +139,11 @@ FIT = [
     ("huge", ("--data", "data"), "more in data/3/b.png. Make it smaller"),
     ("beside", ("--data", "data"), "got both: loose.png beside 0/"),
     ("few classes", ("--data", "data"), "got 1 in data for outputs of shape (10,)"),
+    (
+        "one output",
+        ("--data", "data", "--model", "net.py:make", "--weights", "w.safetensors"),
+        "Is it a yes/no question? Then give --loss bce",
+    ),
     ("other size", ("--data", "data"), "pictures (1, 1, 12, 8), got one that does not"),
     ("", ("--mean", "1", "2"), "--mean: expected one number, or one for each of 1 channels, got 2"),
     ("", ("--std", "0"), "--std: expected numbers above zero"),

@@ -337,7 +337,6 @@ CATEGORICAL, BERNOULLI, GAUSSIAN = "categorical", "bernoulli", "gaussian"
         (nn.CrossEntropyLoss(ignore_index=2), lambda y: y, 3, r"got \d+ of 23 that are ignore_in"),
         (Categorical((0, 0, 1)), lambda y: y * 0, 3, "got weight 0 for every class in the data"),
         (BERNOULLI, lambda y: y, 3, r"\(23, 3\).*got \(23,\). For class numbers use .*categorical"),
-        (BERNOULLI, lambda y: y % 2, 1, r"got \(23,\). Reshape them with .unsqueeze\(1\)"),
         (BERNOULLI, lambda y: FLOAT, 3, "For class numbers use .* For real numbers use 'gaussian'"),
         (Bernoulli((1, 2)), lambda y: FLOAT > 0, 3, "one for each of 3 outputs, got 2"),
         (GAUSSIAN, lambda y: y, 3, r"got \(23,\). For class numbers use likelihood='categorical'"),

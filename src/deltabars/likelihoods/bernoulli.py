@@ -37,6 +37,10 @@ class Bernoulli(Likelihood):
             object.__setattr__(self, "pos_weight", numbers("pos_weight", self.pos_weight))
         numbers("scale", self.scale)
 
+    def arranged(self, targets: Tensor, num_outputs: int) -> Tensor:
+        """Answers (B,) are those of one output (B, 1)."""
+        return targets[:, None] if num_outputs == targets.ndim == 1 else targets
+
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = "For class numbers use likelihood='categorical'."
         check_same_shape(outputs, targets, classes)

@@ -56,7 +56,7 @@ class Categorical(Likelihood):
             raise DataError(
                 "Outputs: expected at least two logits for the categorical likelihood, got one. Is "
                 f"it a regression? Then use {_meant('gaussian', 'mse')}. A yes/no question? Then "
-                f"use {_meant('bernoulli', 'bce')} and targets of shape (N, 1)."
+                f"use {_meant('bernoulli', 'bce')} and targets of shape (N, 1) or (N,)."
             )
         if self.weight is not None and len(self.weight) != classes:
             raise BadValueError(

@@ -41,14 +41,18 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
         own = DataLoader(own.dataset, batch_size=1, collate_fn=own.collate_fn)
     raw = next(iter(iterate(own, 1)), None)
     outputs = None if raw is None else _outputs(model, labelled(raw).rows(slice(1)), is_folder)
-    # One output and two classes: whether it is a yes/no question is for the loss to say.
-    counts = (len(source.classes), 1 if len(source.classes) == 2 else -1)
-    if isinstance(outputs, Tensor) and not (outputs.ndim == 2 and outputs.shape[1] in counts):
+    if isinstance(outputs, Tensor) and outputs.shape[1:] != (len(source.classes),):
         what, advice = (
             ("a sub-folder", "Empty folders may stand for classes without pictures.")
             if is_folder
             else ("a class name", "Give as many, or none.")
         )
+        if outputs.shape[1:] == (1,):
+            advice = (
+                "Is it a yes/no question? Then give --loss bce, and data without class names, as "
+                "arrays or by a factory, with targets 0 and 1. A regression? Then give --loss mse, "
+                "and numbers for targets."
+            )
         raise DataError(
             f"--data: expected {what} for each output of the model, got {len(source.classes)} in "
             f"{data.spec} for outputs of shape {tuple(outputs.shape[1:])}. {advice}"
