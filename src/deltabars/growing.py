@@ -44,6 +44,7 @@ class Probe:
         squares: ‖f‖² of its rows, all parameters counted, (n, C).
         tolerance: for the score's error relative to the score, of every input.
         fingerprint: of the inputs, which tells them from others.
+        still: how many inputs were left out, whose bars are zero.
     """
 
     problem: Problem
@@ -51,6 +52,7 @@ class Probe:
     squares: Tensor
     tolerance: float
     fingerprint: int
+    still: int = 0
 
     @classmethod
     def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
@@ -64,18 +66,21 @@ class Probe:
             found = [pullback.rows(batch.inputs, cotangents) for batch in batches]
         rows = torch.cat([empty, *found])
         squares = rows.double().square().sum(-1)
+        moves = squares.sum(-1) > 0  # others, where a softmax is saturated, have bars of zero
+        still = sum(ranks.gather(int((~moves).sum())))
+        rows, squares = rows[moves], squares[moves]
         squares = torch.cat(ranks.gather(squares.cpu())).to(rows.device)
-        if not bool((squares.sum(-1) > 0).all()):
+        if not len(squares):
             raise DataError(
-                "probe: expected inputs whose predictions depend on the parameters, got some that "
-                "do not, which have no error bars to be exact."
+                "probe: expected inputs whose predictions depend on the parameters, got none that "
+                "does: their error bars are zero."
             )
         rows = rows.flatten(0, 1)
         if problem.reached is not None:
             rows = rows.index_select(1, problem.reached)
         rows = ranks.exchanged(rows, problem.spaces.reached.columns)
         fingerprint = sum(ranks.gather(fingerprint_of(batches))) % 2**64
-        return cls(problem, rows, squares, tolerance, fingerprint)
+        return cls(problem, rows, squares, tolerance, fingerprint, still)
 
     @property
     def noise(self) -> float | None:
@@ -255,6 +260,7 @@ class ProbeGrowth:
             "tolerance": self.tolerance,
             "relative_score_error": self.reached,
             "probe_inputs": len(self.probe.squares),
+            "probe_inputs_left_out": self.probe.still,
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import time
 import warnings
 from collections import OrderedDict
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltabars.definitions import AsDefined
 from deltabars.determinism import draws_numbers, same_bits
@@ -267,8 +271,15 @@ class Network:
             return tensor.detach()  # itself it would keep alive, by way of what made it
 
         trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
+        except RuntimeError as error:  # of torch.func in the forward pass, which bars such hooks
+            if ran_out(error):
+                raise
+            with cast(Any, _Sizes)() as mode:
+                self.outputs(self.trained, inputs)
+            return int(mode.total)
         for weight in [*trained.values(), *self.constants.values()]:
             sizes.pop(weight.untyped_storage().data_ptr(), None)
         return sum(sizes.values()) + outputs.nbytes
@@ -340,7 +351,7 @@ class Network:
         for module, name, _ in hooked:
             setattr(module, name, OrderedDict())
         try:
-            with self.same_bits(), full_precision(self.device), _not_compiled():
+            with self.same_bits(), full_precision(self.device), _not_compiled(), _plain_calls():
                 yield
         finally:
             for module in training:
@@ -397,7 +408,12 @@ def model_errors(advice: str = "") -> Iterator[None]:
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
-            f"torch says: {str(error).splitlines()[0]}{advice}"
+            f"torch says: {first_line(error)}{advice}"
+        ) from error
+    except AttributeError as error:
+        raise ModelError(
+            f"Model: expected a forward pass that runs, got an error ({first_line(error)}). Was a "
+            "part of the model deleted or renamed?"
         ) from error
 
 
@@ -413,6 +429,65 @@ def fingerprint(model: torch.nn.Module) -> str:
         plain = value.detach().cpu().contiguous()
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def _calls_instead_of_checkpoints() -> Iterator[None]:
+    """In this thread `torch.utils.checkpoint` calls what it is given, which computes the same.
+
+    It saves memory by a second forward pass amid the backward one, which no mode or transform sees.
+    """
+    again = _CHECKPOINTS._checkpoint_without_reentrant_generator
+    reentrant = _CHECKPOINTS.CheckpointFunction
+
+    def nothing() -> Iterator[None]:
+        yield
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        return nothing() if getattr(_HERE, "depth", 0) else again(*args, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: Any, *args: Any) -> Any:
+            if getattr(_HERE, "depth", 0):
+                return function(*args)
+            return reentrant.apply(function, preserve, *args)
+
+    _CHECKPOINTS._checkpoint_without_reentrant_generator = without
+    _CHECKPOINTS.CheckpointFunction = Reentrant
+    try:
+        yield
+    finally:
+        _CHECKPOINTS._checkpoint_without_reentrant_generator = again
+        _CHECKPOINTS.CheckpointFunction = reentrant
+
+
+_CHECKPOINTS: Any = torch.utils.checkpoint
+_HERE = threading.local()
+_checkpoints = Shared(_calls_instead_of_checkpoints)
+
+
+@contextmanager
+def _plain_calls() -> Iterator[None]:
+    _HERE.depth = getattr(_HERE, "depth", 0) + 1
+    try:
+        with _checkpoints():
+            yield
+    finally:
+        _HERE.depth -= 1
+
+
+class _Sizes(TorchDispatchMode):
+    """Adds up the memory of all results."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
 
 
 def _not_compiled() -> AbstractContextManager[Any]:

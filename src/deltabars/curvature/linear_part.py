@@ -13,7 +13,7 @@ import linecache
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltabars.curvature.graphs import dependent, kind
 from deltabars.curvature.rewriting import rewrite
@@ -64,8 +65,13 @@ class LinearPart:
         # Each value is noted as a fake tensor. Of itself make_fx sets up a mode for every one of
         # them, which takes as long as all the rest of a trace.
         noted = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+
+        def filled(*arguments: Tensor) -> Tensors:
+            with cast(Any, _FilledZeros)():
+                return function(*arguments)
+
         with forward_derivatives(), tracing(noted):
-            traced = make_fx(torch.func.functionalize(function))(*fixed, *tangents)
+            traced = make_fx(torch.func.functionalize(filled))(*fixed, *tangents)
         _check_shapes_are_fixed(traced.graph)
         changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
         rewrite(traced.graph, changing, device)
@@ -123,6 +129,21 @@ def _waited_for(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(_NAP)
     return True
+
+
+class _FilledZeros(TorchDispatchMode):
+    """Zeros with memory in the place of those without, which stand for tangents of constants.
+
+    Many of torch's operations read memory that is not there when they are called from a trace,
+    which ends the process: ldexp, addcmul, addcdiv, addr, index_add and mse_loss, for some.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._efficientzerotensor.default:
+            func = torch.ops.aten.zeros.default
+        return func(*args, **(kwargs or {}))
 
 
 def _check_shapes_are_fixed(graph: Graph) -> None:
