@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from contextlib import nullcontext
 from itertools import product
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import deltabars
-from deltabars.covariance import Tail, build_covariance
+from deltabars.covariance import DEFAULT_ESTIMATOR, Tail, build_covariance
 from deltabars.errors import OptimumWarning, SpectrumWarning
 from tests.conftest import cached_case
 from tests.networks import NETWORKS
@@ -274,3 +276,24 @@ def test_tail_leaves_out_what_is_not_positive():
         "hessian", {"hessian": values}, rank=3, l2=0.1, num_parameters=10, num_examples=4
     )
     assert covariance.values.tolist() == [3.0, 1.0]
+
+
+def test_one_default_everywhere_and_advice_where_gradients_vanish(capsys):
+    sklearn = pytest.importorskip("deltabars.integrations.sklearn")
+    default = inspect.signature(deltabars.fit).parameters["estimator"].default
+    assert default == DEFAULT_ESTIMATOR == "opg"
+    assert sklearn.DeltaClassifier().estimator == DEFAULT_ESTIMATOR
+    inputs = torch.eye(4, dtype=torch.float64).repeat(5, 1)
+    model = torch.nn.Linear(4, 4, bias=False).double()
+    for scale, expected in ((9.0, True), (-9.0, False)):
+        with torch.no_grad():
+            model.weight.copy_(scale * torch.eye(4))
+        for estimator in ("opg", "ggn"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fit = deltabars.fit(
+                    model, (inputs, torch.arange(20) % 4), l2=0.01, estimator=estimator
+                )
+            says = expected and estimator == "opg"
+            assert ("estimator_advice" in fit.diagnostics) is says
+            assert ("estimator='ggn'" in capsys.readouterr().err) is says

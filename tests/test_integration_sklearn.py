@@ -45,7 +45,7 @@ def iris():
 
 @pytest.fixture(scope="module")
 def classifier(iris):
-    return DeltaClassifier(linear, l2=0.02).fit(*iris)
+    return DeltaClassifier(linear, l2=0.02, estimator="ggn").fit(*iris)
 
 
 def test_a_linear_classifier_is_logistic_regression(iris, classifier):
@@ -90,7 +90,7 @@ def test_a_trained_network_is_used_as_it_is(iris, classifier):
     X, y = iris
     network = deepcopy(classifier.network_).float()
     before = [weight.clone() for weight in network.parameters()]
-    prefit = DeltaClassifier(network, l2=0.02, prefit=True).fit(X, y)
+    prefit = DeltaClassifier(network, l2=0.02, estimator="ggn", prefit=True).fit(X, y)
     assert prefit.network_ is network
     assert all(map(torch.equal, before, network.parameters()))
     assert prefit.predict_std(X) == pytest.approx(classifier.predict_std(X), rel=1e-3)
@@ -122,7 +122,7 @@ def line():
 def test_a_linear_regressor_is_a_gaussian_process(line):
     """With prior variance σ²/(N·λ) of all weights, and noise σ², its mean and std are ours."""
     X, y = line
-    model = DeltaRegressor(linear, l2=0.01, rank=3).fit(X, y)
+    model = DeltaRegressor(linear, l2=0.01, rank=3, estimator="ggn").fit(X, y)
     noise = model.fit_.noise
     prior = noise**2 / (60 * 0.01)
     kernel = ConstantKernel(prior, "fixed") * DotProduct(1.0, "fixed")
@@ -147,7 +147,7 @@ def test_a_linear_regressor_is_a_gaussian_process(line):
 
 def test_several_outputs_keep_their_shape(line):
     X, y = line
-    model = DeltaRegressor(linear, l2=0.01).fit(X, np.stack([y, -y], 1))
+    model = DeltaRegressor(linear, l2=0.01, estimator="ggn").fit(X, np.stack([y, -y], 1))
     mean, std = model.predict(X[:4], return_std=True)
     assert mean.shape == std.shape == (4, 2)
     assert mean[:, 0] == pytest.approx(-mean[:, 1], abs=1e-6)

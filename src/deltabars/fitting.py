@@ -11,20 +11,20 @@ import torch
 
 from deltabars.behaviour import Behaviour
 from deltabars.checkpoints import Checkpoint, opened
-from deltabars.covariance import ESTIMATORS, warn_about_spectrum
+from deltabars.covariance import DEFAULT_ESTIMATOR, ESTIMATORS, warn_about_spectrum
 from deltabars.curvature import CurvatureOperator, GGNOperator, HessianOperator, OPGOperator
 from deltabars.decay import L2, Decay
 from deltabars.effective import distance_from_optimum
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
-from deltabars.errors import BadValueError, ModelError
+from deltabars.errors import BadValueError, ModelError, option
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.identity import identity_of
 from deltabars.likelihoods import Likelihood, Loss
 from deltabars.manifest import manifest
 from deltabars.noise import with_settled_noise
-from deltabars.parameters import ParameterSpace, Selection
+from deltabars.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.plain import plain_model
 from deltabars.predicting import check_batch_size
 from deltabars.problem import Problem
@@ -39,6 +39,7 @@ OPERATORS: dict[str, type[CurvatureOperator]] = {
 }
 
 _DEFAULT_RANK = 100
+_ALL_RIGHT = 0.995  # of the training examples: from there on opg is the poorer choice
 
 
 def fit(
@@ -46,7 +47,7 @@ def fit(
     data: Any,
     *,
     l2: L2,
-    estimator: str = "opg",
+    estimator: str = DEFAULT_ESTIMATOR,
     rank: int | str | None = None,
     tolerance: float | None = None,
     probe: Any = None,
@@ -250,6 +251,15 @@ def fit(
                 problem, weights, estimator, options.as_given(), chosen, memory_budget
             )
             session.begin(found, problem.memory_budget)
+        if estimator == "opg" and (problem.train_accuracy or 0.0) >= _ALL_RIGHT:
+            diagnostics["estimator_advice"] = (
+                f"Estimator opg: {problem.train_accuracy:.1%} of the training examples are right, "
+                "so that their gradients are nearly zero and G hardly sees the data. "
+                f"{option('estimator', 'ggn')} does; it costs up to {problem.num_outputs} times "
+                f"as much, which {option('params', LastLayer())} makes small."
+            )
+            with Progress("Fit", None, "", progress) as bar:
+                bar.say(diagnostics["estimator_advice"])
         spectra: dict[str, EigenPairs] = {}
         diagnostics["forecast"] = {}
         # G before H: it costs less, and the Hessian of a sandwich grows until they are enough

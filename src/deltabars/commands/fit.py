@@ -26,6 +26,7 @@ from deltabars.commands.options import (
     named_model,
 )
 from deltabars.commands.python import Code, call, made, program
+from deltabars.covariance import DEFAULT_ESTIMATOR
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitted import DeltaFit
 from deltabars.fitting import check_arguments
@@ -78,7 +79,11 @@ def register(commands: Any) -> None:
         metavar="λ",
         help="of the training's cost: its weight_decay; or PATTERN=λ …",
     )
-    add("--estimator", choices=("opg", "hessian", "sandwich", "ggn"), help="default: opg")
+    add(
+        "--estimator",
+        choices=("opg", "hessian", "sandwich", "ggn"),
+        help=f"default: {DEFAULT_ESTIMATOR}",
+    )
     add("--rank", type=_rank, metavar="K", help="how many eigenpairs, or auto (default: 100)")
     add(
         "--tolerance",

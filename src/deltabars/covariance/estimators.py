@@ -29,6 +29,8 @@ ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "ggn": ("ggn",),
 }
 
+DEFAULT_ESTIMATOR = "opg"  # of every way to a fit; see docs/choosing.md for what was measured
+
 
 def build_covariance(
     estimator: str,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deltabars.batches import labelled
+from deltabars.covariance import DEFAULT_ESTIMATOR
 from deltabars.decay import L2
 from deltabars.errors import BadValueError, ModelWarning
 from deltabars.fitted import DeltaFit
@@ -59,7 +60,7 @@ class FitsAtTheEnd:
         self,
         *,
         l2: L2,
-        estimator: str = "opg",
+        estimator: str = DEFAULT_ESTIMATOR,
         rank: int | str | None = None,
         data: Any = None,
         network: Choice = None,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deltabars.covariance import DEFAULT_ESTIMATOR
 from deltabars.decay import L2
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitted import DeltaFit
@@ -48,7 +49,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         network: nn.Module | Builder | None = None,
         *,
         l2: L2 = 0.01,
-        estimator: str = "ggn",
+        estimator: str = DEFAULT_ESTIMATOR,
         rank: int | str | None = None,
         params: Any = None,
         prefit: bool = False,
@@ -191,7 +192,8 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
             which a copy is trained; or, with `prefit=True`, a trained one, which is used as it is.
             By default one hidden layer of 16 tanh units.
         l2: λ of mean ½‖r‖² + (λ/2)·‖ω‖².
-        estimator, rank, params: as for `deltabars.fit`.
+        estimator, rank, params: as for `deltabars.fit`; with `"ggn"` a linear network is Bayesian
+            linear regression.
         prefit: whether the network is trained already; `fit` then computes the error bars alone.
         steps: of L-BFGS at the most, on all data at once.
         random_state: of the initial weights.
