@@ -267,20 +267,16 @@ class TestLosses:
         ("options", "code", "said"),
         [
             (("--loss", "ce", "--noise", "1"), 1, "noise: expected the loss mse with it, got ce"),
-            (("--pos-weight", "1"), 1, "pos_weight: expected the loss bce with it, got ce"),
+            (("--pos-weight", "1"), 1, "--pos-weight: expected the loss bce with it, got ce"),
             (("--loss", "mse", "--label-smoothing", "0"), 1, "the loss ce with it, got mse"),
-            (("--label-smoothing", "2"), 1, "label_smoothing: expected a number from 0 to 1"),
+            (("--label-smoothing", "2"), 1, "--label-smoothing: expected a number from 0 to 1"),
             (("--class-weights", "-1", "2"), 1, "expected finite numbers from 0 on"),
             (("--loss", "mse", "--noise", "0"), 1, "noise: expected a finite number above zero"),
             (("--noise", "loud"), 2, "--noise: expected a number or estimate, got 'loud'"),
             (("--loss", "mse", "--likelihood", "gaussian"), 2, "expected no --loss with it"),
             (("--loss", "nll"), 2, "invalid choice: 'nll'"),
-            (
-                (),
-                1,
-                "a regression? Then use likelihood='gaussian' (on the command line --loss mse)",
-            ),
-            ((), 1, "A yes/no question? Then use likelihood='bernoulli'"),
+            ((), 1, "a regression? Then use --loss mse."),
+            ((), 1, "A yes/no question? Then use --loss bce and"),
         ],
     )
     def test_refused(self, lines, capsys, options, code, said):

@@ -72,7 +72,7 @@ def test_it_is_the_page_of_the_python_interface(workshop, place, capsys):
         "b.html", fit, images, targets=labels, prediction=fit.predict(images),
         classes=[f"digit {k}" for k in range(10)], names=names,
         pictures=lambda i: (images[i, 0] * 255).byte().numpy(), title="Ours", rows=15,
-        progress=False,
+        data=Run.open("run").latest().data.spec, progress=False,
     )  # fmt: skip
     assert (place / "a.html").read_text() == (place / "b.html").read_text()
 

@@ -109,7 +109,7 @@ def test_levels_follow_the_scatter(made):
     assert many > 0.5
     assert first < last
     assert out.judgement.remedy
-    assert "l2" in out.judgement.remedy
+    assert "larger λ" in out.judgement.remedy
     # A score that is known to within itself at best says nothing.
     odd = replace(made.prediction, score_error=2 * made.prediction.score)
     assert judge(odd.judgement.evidence, odd).level == "meaningless"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from functools import partial
 from itertools import pairwise
@@ -129,6 +130,41 @@ def test_filters_and_search(page, data):
     assert sorted(shown(page)) == list(range(120, 130))
     page.get_by_label("Search names").fill("nowhere")
     assert status.inner_text() == "No inputs (filtered from 300)"
+
+
+def test_what_the_filters_leave_can_be_saved(page, data):
+    rows = data["rows"]
+    page.get_by_role("combobox", name="Prediction", exact=True).select_option("Wrong")
+    with page.expect_download() as begun:
+        page.get_by_role("button", name="Save these as CSV").click()
+    with open(begun.value.path(), newline="", encoding="utf-8-sig") as file:
+        found = list(csv.DictReader(file))
+    assert [int(row["index"]) for row in found] == shown(page)
+    assert {row["right"] for row in found} == {"wrong"}
+    for row in found:
+        assert float(row["score"]) == rows["score"][int(row["index"])]
+    assert list(found[0])[1:] == [one["key"] for one in data["columns"]] + ["note"]
+
+
+def test_names_are_no_formulas_in_a_spreadsheet(visit, tmp_path):
+    odd = ["=cmd()", "+1", "-1+2", "@x", "\ty", 'a,"b"', "two\nlines", "plain"]
+    names = [*odd, *(f"n{k}" for k in range(COUNT - len(odd)))]
+    page = visit(digits().save(tmp_path / "x.html", names=names, ranks=[40]))
+    with page.expect_download() as begun:
+        page.get_by_role("button", name="Save these as CSV").click()
+    with open(begun.value.path(), newline="", encoding="utf-8-sig") as file:
+        found = {int(row["index"]): row for row in csv.DictReader(file)}
+    for place, name in enumerate(odd):
+        assert found[place]["name"] == ("'" + name if name[0] in "=+-@\t" else name)
+    assert len(found) == COUNT
+
+
+def test_the_judgement_comes_first_and_quality_is_shown(page):
+    first = page.locator("main .notice, main .fact, main .plot").first
+    assert first.inner_text().startswith("Ranking only.")
+    assert page.locator("#histogram-plot .barlayer .point").count() > 5
+    assert page.locator("#calibration-plot .scatterlayer .trace").count() == 2
+    assert page.locator("#classes tbody tr").count() == 20  # by class, and the confusion
 
 
 def test_pages_of_fifty(page):
@@ -260,10 +296,9 @@ def test_the_theme_follows_the_system_until_it_is_chosen(visit):
     page.wait_for_selector(":root[data-theme=dark]")
     assert colour() != light
     assert tick() != black
-    button = page.get_by_role("button", name="Dark mode")
-    assert button.get_attribute("aria-pressed") == "true"
-    button.click()
+    page.get_by_role("button", name="Switch to light").click()  # it says what it does
     assert (colour(), tick()) == (light, black)
+    assert page.get_by_role("button", name="Switch to dark").is_visible()
     page.emulate_media(color_scheme="light")
     page.emulate_media(color_scheme="dark")
     assert colour() == light
@@ -277,6 +312,10 @@ def test_on_a_phone(visit):
     for plot in page.locator(".plot .main-svg").all():
         box = plot.bounding_box()
         assert box is None or box["x"] + box["width"] <= browsing.PHONE["width"]
+    score = page.locator("#body tr").first.locator("td.number:visible")
+    box = score.bounding_box()
+    assert score.count() == 1
+    assert box["x"] + box["width"] <= browsing.PHONE["width"]
     page.locator("#body button").first.click()
     assert page.locator("dialog").bounding_box()["width"] == browsing.PHONE["width"]
     assert page.locator("dialog").evaluate("node => node.scrollWidth <= node.clientWidth")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
 from deltabars.errors import BadValueError, DataError, StorageError
+from deltabars.metrics import expected_calibration_error
 from deltabars.report.page import save_report
 from deltabars.report.page.pictures import drawn, png
 from tests.pages import COUNT, HOSTILE, RANK, data_of, digits
@@ -271,3 +272,72 @@ def test_plotly_is_asked_for_by_its_extra():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "pip install 'deltabars[report]'" in done.stdout, done.stderr
+
+
+def test_reliability_classes_and_confusion_are_those_of_the_prediction(made, data, page):
+    out, labels = made.prediction, made.labels
+    highest, label = out.mean.double().max(1)
+    plot, right = data["plots"]["calibration"], (label == labels).double()
+    error = sum(
+        count * abs(x - y) for x, y, count in zip(plot["x"], plot["y"], plot["counts"], strict=True)
+    )
+    assert sum(plot["counts"]) == COUNT
+    expected = expected_calibration_error(out.mean, labels)
+    assert error / COUNT == pytest.approx(expected, rel=1e-3)
+    bins = (highest * 15).long()
+    for x, y, count, place in zip(
+        plot["x"], plot["y"], plot["counts"], bins.unique().tolist(), strict=True
+    ):
+        assert count == int((bins == place).sum())
+        assert (x, y) == pytest.approx(
+            (float(highest[bins == place].mean()), float(right[bins == place].mean())), rel=1e-4
+        )
+    text = page.read_text()
+    assert f"(ECE) is {100 * expected:.1f} %" in text
+    by_class, matrix = re.findall(r"<tbody>(<tr><th scope=.row.*?)</tbody>", text, re.DOTALL)
+    for row in re.findall(r"<tr>(.*?)</tr>", by_class):
+        name, count, recall, precision, score = re.findall(r">([^<>]+)</t[hd]>", row)
+        these = labels == int(name)
+        assert int(count) == int(these.sum())
+        assert recall == f"{100 * float(right[these].mean()):.1f} %"
+        assert precision == f"{100 * float(right[label == int(name)].mean()):.1f} %"
+        assert float(score) == pytest.approx(float(out.score[these].mean()), rel=5e-3)
+    for c, row in enumerate(re.findall(r"<tr>(.*?)</tr>", matrix)):
+        cells = re.findall(r"<td[^>]*>([^<>]+)</td>", row)
+        assert [int(n.replace("·", "0")) for n in cells] == [
+            int(((labels == c) & (label == k)).sum()) for k in range(10)
+        ]
+
+
+def test_the_heading_says_what_it_is_about(made, tmp_path):
+    path = tmp_path / "x.html"
+    text = made.save(path, data="<my> scans", classes=list("abcdefghij"), **QUICK).read_text()
+    assert "300 inputs · &lt;my&gt; scans · Sequential, opg · " in text
+    assert re.search(r" · \d\d \w+ 20\d\d</p>", text)
+
+
+def test_inputs_that_are_texts_are_shown_as_texts(made, tmp_path):
+    texts = [f"a sentence about {k} <b>" for k in range(COUNT)]
+    page = data_of(made.save(tmp_path / "x.html", texts=texts, **QUICK))
+    assert page["rows"]["text"] == texts
+    with pytest.raises(BadValueError, match="texts: expected 300 texts, got 3"):
+        made.save(tmp_path / "y.html", texts=texts[:3], **QUICK)
+
+
+def test_intervals_of_numbers_are_counted(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(400, 3)
+    y = x @ torch.randn(3, 1) + 0.3 * torch.randn(400, 1)
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        solution = torch.linalg.lstsq(torch.cat([x, torch.ones(400, 1)], 1), y).solution
+        model.weight.copy_(solution[:3].T)
+        model.bias.copy_(solution[3])
+    fit = deltabars.fit(model, (x, y), l2=1e-4, likelihood=nn.MSELoss(), rank=4, progress=False)
+    path = tmp_path / "x.html"
+    save_report(path, fit, x, targets=y, progress=False, ranks=[4])
+    plot = data_of(path)["plots"]["calibration"]
+    low, high = fit.predict(x).interval(0.9)
+    share = float(((low <= y) & (y <= high)).double().mean())
+    assert plot["y"][plot["x"].index(0.9)] == pytest.approx(share)
+    assert 0.86 < share < 0.94

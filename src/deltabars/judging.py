@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from deltabars.errors import option
 from deltabars.parameters import LastLayer
 from deltabars.problem import TRAIN_ON, how_far, is_far
 
@@ -75,7 +74,7 @@ class Judgement:
         level: `"bars"`: standard deviations, as far as can be seen; `"ranking only"`: their order
             says which inputs are less settled, their size is wrong; `"meaningless"`: not even that
             is backed by anything.
-        reason: what was found.
+        reason: what was found, in words that Python and the command line share.
         remedy: what to do about it; empty for `"bars"`.
         evidence: what the fit contributed, so that parts of a prediction can be judged as one.
     """
@@ -155,7 +154,7 @@ def _of_linearity(evidence: Evidence, prediction: Prediction) -> _Finding | None
     share = float(fails.double().mean())
     if share <= _SOME:
         return None
-    few = "" if evidence.last_layer else f", or fewer parameters ({option('params', LastLayer())})"
+    few = "" if evidence.last_layer else ", or fewer parameters (those of the last layer)"
     said = {
         "above what a probability can have": wide,
         "that vanishes where the softmax saturates": flat,
@@ -168,7 +167,7 @@ def _of_linearity(evidence: Evidence, prediction: Prediction) -> _Finding | None
     return (
         LEVELS[2] if share > _MOST else LEVELS[1],
         f"The weights scatter too far for a first-order answer: {' and '.join(parts)}.",
-        f"Fit with a larger {option('l2')}{few}.",
+        f"Fit with a larger λ{few}.",
     )
 
 
@@ -183,11 +182,11 @@ def _of_bound(evidence: Evidence, prediction: Prediction) -> _Finding | None:
     bound = mean_bound(prediction)
     if bound <= _WIDE:
         return None
-    other = "" if evidence.opg else f", or with {option('estimator', 'opg')}"
+    other = "" if evidence.opg else ", or with the estimator opg"
     return (
         LEVELS[2] if bound > _EMPTY else LEVELS[1],
         f"With K = {evidence.rank:,} a score is known to ± {bound:.0%} of itself on average.",
-        f"Fit with a larger rank ({option('rank', 'auto')}){other}.",
+        f"Fit with a larger rank, or let it choose itself{other}.",
     )
 
 

@@ -39,7 +39,8 @@ def prediction_lines(
         return [
             *fit_lines(options, *imports),
             "kept = run.latest()",
-            "source = run.load_data(kept.data)",
+            "data = kept.data",
+            "source = run.load_data(data)",
             "prediction, targets, names = kept.prediction, kept.targets, kept.names",
         ]
     data = named_data(options, found.data if latest is None else latest.data)
@@ -47,7 +48,8 @@ def prediction_lines(
     predict = call("fit.predict", Code("source.data"), batch_size=options.batch_size, **asked)
     return [
         *fit_lines(options, *imports, "from deltabars.sources import NamedData"),
-        f"source = run.load_data({made(data)})",
+        f"data = {made(data)}",
+        "source = run.load_data(data)",
         f"prediction = {predict}",
         "targets = source.read_targets(fit.signature)",
         "names = [source.name(k) for k in range(len(prediction))]",

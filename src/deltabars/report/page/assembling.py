@@ -13,6 +13,7 @@ from deltabars.report import style
 from deltabars.report.page.choosing import Shelf
 from deltabars.report.page.glance import Fact, Notice, facts, meaning, notices, verdict, versions
 from deltabars.report.page.plots import risk_plot, score_histogram, spectrum_plot, uncertainty_plot
+from deltabars.report.page.quality import calibration_plot, class_tables
 from deltabars.report.page.rows import columns
 from deltabars.report.page.subject import Subject
 
@@ -30,6 +31,7 @@ def assemble(
     rows: dict[str, Any],
     shelves: Sequence[Shelf],
     title: str,
+    about: Sequence[str],
     library: str,
     version: str,
 ) -> str:
@@ -38,14 +40,20 @@ def assemble(
     Args:
         rows: the columns of its inputs (`rows_of`).
         shelves: the gallery.
+        about: what the heading says below the title: the data, the model, the day.
         library, version: the program of plotly.
     """
     risk = risk_plot(subject)
-    plots = {
+    calibration = calibration_plot(subject)
+    plots: dict[str, Any] = {
         "spectrum": spectrum_plot(subject),
         "uncertainty": uncertainty_plot(subject, rows["index"]),
-        **({"risk": risk} if risk else {"scores": score_histogram(subject)}),
+        "scores": score_histogram(subject),
+        **({"risk": risk} if risk else {}),
+        **({"calibration": calibration} if calibration else {}),
     }
+    tables = class_tables(subject)
+    shown = calibration or {"title": "Calibration", "about": "", "summary": ""}
     data = {
         "kind": subject.kind,
         "classes": list(subject.classes),
@@ -59,7 +67,17 @@ def assemble(
     count = f"{len(subject):,} input{'' if len(subject) == 1 else 's'}"
     parts = {
         "title": escape(title),
-        "subtitle": escape(f"{count}, {subject.fit.estimator} estimator"),
+        "subtitle": escape(" · ".join([count, *about])),
+        "histogram_hidden": "" if risk else "hidden",
+        "histogram_about": _SCORES,
+        "histogram_summary": escape(plots["scores"]["summary"]),
+        "calibration_hidden": "" if calibration else "hidden",
+        "calibration_title": escape(shown["title"]),
+        "calibration_about": escape(shown["about"]),
+        "calibration_summary": escape(shown["summary"]),
+        "pair_hidden": "" if risk or calibration else "hidden",
+        "classes_hidden": "" if tables else "hidden",
+        "class_tables": tables,
         "facts": "\n".join(map(_fact, facts(subject))),
         "meaning": escape(meaning(subject)),
         "notices": _notices(notices(subject), verdict(subject)),

@@ -26,7 +26,7 @@ const detail = {
     byId("previous").disabled = place <= 0;
     byId("next").disabled = place === list.length - 1;
     if (focused.disabled) byId("detail-title").focus();
-    byId("detail-side").replaceChildren(...[picture(row), facts(row)].filter(Boolean));
+    byId("detail-side").replaceChildren(...[picture(row), whole(row), facts(row)].filter(Boolean));
     byId("bars-title").textContent = data.kind === "gaussian"
       ? "Predictions with error bars" : "Class probabilities with error bars";
     byId("bars-summary").textContent = inWords(row);
@@ -65,6 +65,8 @@ const detail = {
   },
 };
 
+const whole = (row) => (rows.text ? element("blockquote", { class: "text" }, rows.text[row]) : null);
+
 function facts(row) {
   const list = element("dl", {});
   const add = (title, value, note) => list.append(element("div", {}, element("dt", {}, title),
@@ -76,6 +78,7 @@ function facts(row) {
   if (rows.top) add("Probability", `${number(rows.top[row])} ± ${number(rows.std[row])}`);
   add("Score", number(rows.score[row]), `exact value between ${number(rows.low[row])} and ${number(rows.high[row])}`);
   if (rows.information) add("Mutual information", `${number(rows.information[row])} nats`);
+  if (rows.note && rows.note[row]) add("Its error bar", rows.note[row]);
   if (rows.entropy) add("Entropy", `${number(rows.entropy[row])} nats`);
   return list;
 }

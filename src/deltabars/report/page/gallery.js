@@ -15,7 +15,8 @@ function startGallery() {
 
 function exhibit(row, list) {
   const wrong = rows.right && !rows.right[row];
-  const words = [rows.picture ? null : element("span", {}, rows.name[row].split("/").pop()),
+  const name = rows.text ? rows.text[row].slice(0, 60) : rows.name[row].split("/").pop();
+  const words = [rows.picture ? null : element("span", {}, name),
     element("span", {}, `score ${number(rows.score[row])}`),
     wrong ? element("span", { class: "mark no" }, `✗ is ${className(rows.target[row])}`) : null];
   return element("li", {}, element("button", { type: "button", click: () => detail.open(row, list) },

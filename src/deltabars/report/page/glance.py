@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import deltabars
-from deltabars.errors import option
 from deltabars.judging import LEVELS, mean_bound
 from deltabars.report.page.numbers import percent, say
 from deltabars.report.page.subject import Subject
@@ -146,7 +145,7 @@ def _of_the_spectra(subject: Subject) -> list[Notice]:
             text = (
                 f"{len(pairs) - converged:,} of {len(pairs):,} eigenpairs of the {name} did not "
                 f"reach the tolerance {told.get('tolerance', 0):.1g}. Fit again with a smaller "
-                f"rank or with more {option('max_products')}."
+                "rank or with more products."
             )
             found.append(Notice("Eigenpairs have not converged.", text, True))
         below = float(told.get("tail_below_l2", 0.0))
@@ -154,7 +153,7 @@ def _of_the_spectra(subject: Subject) -> list[Notice]:
             text = (
                 f"It was seen to reach {say(below)} below λ, as trained Hessians do. The bounds "
                 "are about the spectrum corrected to λ. For bounds that are theorems fit with "
-                f"{option('estimator', 'opg')} or 'ggn'."
+                "the estimator opg or ggn."
             )
             found.append(Notice("The Hessian's spectrum reaches below λ.", text, False))
     return found

@@ -10,7 +10,7 @@ function element(tag, attributes = {}, ...children) {
     if (name === "click") made.addEventListener("click", value);
     else if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null));
+  made.append(...children.filter((child) => child !== null && child !== ""));
   return made;
 }
 
@@ -37,6 +37,10 @@ function picture(row) {
   return made;
 }
 
+// The beginning of an input that is a text, and what is wrong with its error bar.
+const excerpt = (row) => (rows.text ? element("small", {}, rows.text[row].slice(0, 120)) : null);
+const note = (row) => (rows.note && rows.note[row] ? element("small", { class: "mark no" }, rows.note[row]) : null);
+
 function mark(right) {
   return element("span", { class: right ? "mark yes" : "mark no" }, right ? "✓ right" : "✗ wrong");
 }
@@ -46,7 +50,7 @@ const theme = {
   set(name) {
     document.documentElement.dataset.theme = name;
     const button = byId("theme");
-    button.setAttribute("aria-pressed", String(name === "dark"));
+    button.textContent = name === "dark" ? "Switch to light" : "Switch to dark";
     redrawPlots();
   },
   get name() { return document.documentElement.dataset.theme; },
@@ -55,7 +59,7 @@ const theme = {
     wish.addEventListener("change", () => {
       if (!theme.chosen) theme.set(wish.matches ? "dark" : "light");
     });
-    byId("theme").setAttribute("aria-pressed", String(theme.name === "dark"));
+    theme.set(theme.name);
     byId("theme").addEventListener("click", () => {
       theme.chosen = true;
       theme.set(theme.name === "dark" ? "light" : "dark");

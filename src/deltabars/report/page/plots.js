@@ -142,6 +142,21 @@ function scores() {
   return { traces, layout: { ...frame, showlegend: false, bargap: 0 } };
 }
 
+// What happened against what was predicted: on the dotted line they agree.
+function calibration() {
+  const plot = data.plots.calibration;
+  const share = { tickformat: ".0%", range: [0, 1.02] };
+  const biggest = Math.max(...plot.counts);
+  const traces = [
+    { x: [0, 1], y: [0, 1], mode: "lines", hoverinfo: "skip", line: { color: colour("quiet"), width: 1.2, dash: "dot" } },
+    { x: plot.x, y: plot.y, mode: "lines+markers", line: { color: colour("right"), width: 2 },
+      marker: { size: plot.counts.map((n) => 6 + 12 * Math.sqrt(n / biggest)), opacity: 0.85 },
+      customdata: plot.counts, hovertemplate: "%{x:.1%}: %{y:.1%} of %{customdata}<extra></extra>" },
+  ];
+  const frame = layout(axis(plot.axes[0], share), axis(plot.axes[1], share));
+  return { traces, layout: { ...frame, showlegend: false } };
+}
+
 function startPlots() {
   draw("spectrum-plot", spectrum);
   draw("uncertainty-plot", uncertainty).then((plot) => plot.on("plotly_click", (event) => {
@@ -151,6 +166,8 @@ function startPlots() {
   // The table first: a plot takes the width that it leaves.
   if (data.plots.risk) byId("areas").append(areas(data.plots.risk.curves));
   draw("ranking-plot", data.plots.risk ? risk : scores);
+  if (data.plots.risk) draw("histogram-plot", scores);
+  if (data.plots.calibration) draw("calibration-plot", calibration);
 }
 
 function areas(curves) {

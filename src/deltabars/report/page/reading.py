@@ -20,7 +20,7 @@ from deltabars.batches import (
     labelled,
     unlabelled,
 )
-from deltabars.errors import DataError
+from deltabars.errors import BadValueError, DataError
 from deltabars.inputs import Signature, leaves, map_leaves
 
 _READ_SIZE = 256
@@ -115,3 +115,24 @@ def joined_targets(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The targets of several batches as one; None where there are none."""
     known = [part.cpu() for part in parts if part is not None]
     return torch.cat(known) if known else None
+
+
+def texts_of(
+    inputs: Any, given: Sequence[str] | None, places: Sequence[int], count: int
+) -> list[str]:
+    """The texts of the inputs at some places; an empty list where they are no texts.
+
+    Raises:
+        BadValueError: there are not as many texts as inputs.
+    """
+    if given is not None:
+        if len(given) != count:
+            raise BadValueError(f"texts: expected {count} texts, got {len(given)}.")
+        return [str(given[place]) for place in places]
+    if isinstance(inputs, Tensor | tuple | list | Mapping) or not hasattr(inputs, "__getitem__"):
+        return []
+    first = inputs[places[0]]
+    if not isinstance(first, Mapping):
+        return []
+    key = next((key for key, value in first.items() if isinstance(value, str)), None)
+    return [] if key is None else [str(inputs[place][key]) for place in places]

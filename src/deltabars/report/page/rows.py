@@ -37,7 +37,11 @@ def columns(subject: Subject) -> list[dict[str, str]]:
 
 
 def rows_of(
-    subject: Subject, places: list[int], settling: Settling, images: list[str]
+    subject: Subject,
+    places: list[int],
+    settling: Settling,
+    images: list[str],
+    texts: list[str],
 ) -> dict[str, Any]:
     """The columns of the chosen inputs, and the detail of each: classes, bars, settling."""
     at = torch.as_tensor(places)
@@ -62,6 +66,15 @@ def rows_of(
         data["entropy"] = short(p.entropy)
     if images:
         data["picture"] = images
+    if texts:
+        data["text"] = texts
+    marks = {"saturated": p.saturated, "impossible": p.impossible}
+    notes = [
+        ", ".join(name for name, mark in marks.items() if mark is not None and mark[i])
+        for i in range(len(p))
+    ]
+    if any(notes):
+        data["note"] = notes
     right = subject.right
     if right is not None:
         data["right"] = right[at].int().tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from deltabars.prediction import Prediction
 from deltabars.progress import Progress
 from deltabars.report.page.assembling import assemble
 from deltabars.report.page.choosing import choose_rows, choose_shelves
-from deltabars.report.page.reading import Source, joined_targets
+from deltabars.report.page.reading import Source, joined_targets, texts_of
 from deltabars.report.page.rows import rows_of
 from deltabars.report.page.settling import choose_ranks, settle, silent
 from deltabars.report.page.subject import check_subject
@@ -36,6 +37,8 @@ def save_report(
     names: Sequence[str] | None = None,
     pictures: Callable[[int], Any] | None = None,
     title: str = TITLE,
+    data: str | None = None,
+    texts: Sequence[str] | None = None,
     rows: int = 1000,
     ranks: Sequence[int] | None = None,
     progress: bool = True,
@@ -60,6 +63,9 @@ def save_report(
         pictures: a function from the place of an input to its picture, bytes (H, W) or (H, W, 3).
             By default they are made from inputs (B, 1|3, H, W) or (B, H, W).
         title: the heading.
+        data: the name of the data, which stands below the heading with the model and the day.
+        texts: the inputs as texts, (B,). By default those of a Dataset whose items are mappings
+            with one (`"text"`, `"sentence"`, …), as Hugging Face has them.
         rows: how many inputs are in the page at most: the gallery's, those with the highest scores,
             and a sample of the others.
         ranks: the K's at which scores are shown as they settle; about ten by default, an empty
@@ -88,8 +94,10 @@ def save_report(
     shelves = choose_shelves(subject, rows)
     places = choose_rows(subject, rows, shelves)
     settling, images = settle(fit, source, subject.prediction, places, steps, pictures, progress)
-    data = rows_of(subject, places, settling, images)
-    write_text(target, assemble(subject, data, shelves, str(title), library, version))
+    table = rows_of(subject, places, settling, images, texts_of(inputs, texts, places, len(source)))
+    model = type(fit.network.model).__name__
+    about = [*([data] if data else []), f"{model}, {fit.estimator}", f"{date.today():%d %B %Y}"]
+    write_text(target, assemble(subject, table, shelves, str(title), about, library, version))
 
 
 def _predict(fit: DeltaFit, source: Source, progress: bool) -> tuple[Prediction, Tensor | None]:

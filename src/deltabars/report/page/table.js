@@ -9,6 +9,10 @@ const kinds = {
   name: (value) => value, text: (value) => value, class: className,
   mark, number, percent,
 };
+// On a phone there is room for an input, what was predicted, and its score.
+const OnPhones = new Set(["name", "label", "value", "score"]);
+const classOf = ({ key, kind }) =>
+  [isNumber(kind) ? "number" : "", OnPhones.has(key) ? "" : "minor"].filter(Boolean).join(" ") || null;
 const isNumber = (kind) => kind === "number" || kind === "percent";
 
 function compare(a, b) {
@@ -19,7 +23,8 @@ function compare(a, b) {
 
 function isShown(row) {
   const { search, label, target, right, low, high } = table.filters;
-  return (!search || rows.name[row].toLowerCase().includes(search.toLowerCase()))
+  const words = rows.text ? `${rows.name[row]} ${rows.text[row]}` : rows.name[row];
+  return (!search || words.toLowerCase().includes(search.toLowerCase()))
     && (!label || rows.label[row] === Number(label))
     && (!target || rows.target[row] === Number(target))
     && (!right || rows.right[row] === Number(right))
@@ -57,13 +62,39 @@ function showTable() {
   byId("after").disabled = table.page === pages - 1;
 }
 
+// A cell of CSV. A text that a spreadsheet would take for a formula begins with an apostrophe.
+function csvCell(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "number") return String(value);
+  const text = /^[=+\-@\t\r]/.test(value) ? "'" + value : String(value);
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+// The rows that the filters leave, in the order shown.
+function asCsv() {
+  const plain = { class: className, mark: (right) => (right ? "right" : "wrong") };
+  const lines = [["index", ...data.columns.map(({ key }) => key), ...(rows.note ? ["note"] : [])]];
+  for (const row of table.list) {
+    lines.push([rows.index[row], ...data.columns.map(({ key, kind }) => (plain[kind] || ((value) => value))(rows[key][row])),
+      ...(rows.note ? [rows.note[row]] : [])]);
+  }
+  return lines.map((line) => line.map(csvCell).join(",") + "\r\n").join("");
+}
+
+function saveCsv() {
+  const address = URL.createObjectURL(new Blob(["\ufeff", asCsv()], { type: "text/csv" }));
+  element("a", { href: address, download: "inputs.csv" }).click();
+  setTimeout(() => URL.revokeObjectURL(address));
+}
+
 function tableRow(row) {
   const cells = data.columns.map(({ key, kind }) => {
     if (key === "name") {
       return element("th", { scope: "row" },
-        element("button", { type: "button" }, picture(row), rows.name[row]));
+        element("button", { type: "button" }, picture(row),
+          element("span", {}, rows.name[row], excerpt(row), note(row))));
     }
-    return element("td", { class: isNumber(kind) ? "number" : null }, kinds[kind](rows[key][row]));
+    return element("td", { class: classOf({ key, kind }) }, kinds[kind](rows[key][row]));
   });
   return element("tr", { "data-index": rows.index[row], click: () => detail.open(row, table.list) }, ...cells);
 }
@@ -106,10 +137,11 @@ function startFilters() {
 function startTable() {
   for (const { key, title, kind } of data.columns) {
     const arrow = element("span", { class: "arrow", "aria-hidden": "true" });
-    byId("head").append(element("th", { scope: "col", "data-key": key, class: isNumber(kind) ? "number" : null },
+    byId("head").append(element("th", { scope: "col", "data-key": key, class: classOf({ key, kind }) },
       element("button", { type: "button", click: () => sortBy(key) }, title + " ", arrow)));
   }
   startFilters();
+  byId("save").addEventListener("click", saveCsv);
   const turn = (step) => () => { table.page += step; showTable(); byId("table").scrollIntoView(); };
   byId("before").addEventListener("click", turn(-1));
   byId("after").addEventListener("click", turn(1));
