@@ -33,7 +33,9 @@ def complex_weights(net, x):
 
 
 def gradient_inside(net, x):
-    energy = lambda row: net.b(net.a(row).tanh()).square().sum()  # noqa: E731
+    def energy(row):
+        return net.b(net.a(row).tanh()).square().sum()
+
     return torch.func.vmap(torch.func.grad(energy))(x)[:, :3]
 
 
