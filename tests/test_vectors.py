@@ -10,7 +10,7 @@ import torch
 
 import deltabars
 from deltabars import rounding, vectors
-from deltabars.covariance import build_covariance
+from deltabars.covariance import Defects, build_covariance
 from deltabars.errors import BadValueError
 from deltabars.memory import read_bytes
 from deltabars.vectors import Part, PartedVectors
@@ -216,9 +216,10 @@ def spread_of(seed, estimator, rank, step):
     projections = {name: f @ q.T for name, (q, _) in kept.items()}
 
     def spread(roundings):
+        defects = {name: Defects(rounding=r) for name, r in (roundings or {}).items()}
         covariance = build_covariance(
             estimator, values, rank=rank, l2=level, num_parameters=size, num_examples=20,
-            overlap=kept["hessian"][1] @ kept["opg"][1].T, roundings=roundings,
+            overlap=kept["hessian"][1] @ kept["opg"][1].T, defects=defects,
         )  # fmt: skip
         return covariance.spread(f.square().sum(-1), projections)
 

@@ -122,6 +122,7 @@ class _Solver:
         # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
         self.share = 1.0 / (fit.noise or 1.0) ** 2 if name == "opg" else 1.0
         pairs = fit.pairs_of(name)
+        self.norm = float(pairs.values[0])
         self.vectors = chosen(pairs.vectors, problem.reached)  # (K, P')
         tail = Tail.after(pairs.values, fit.rank, fit.level, fit.num_parameters)
         self.inverse_tail = 1.0 / tail.harmonic_mean
@@ -203,6 +204,7 @@ class _Solver:
             self._precondition,
             self.tolerance,
             self.max_products,
+            norm=self.norm,
         )
         if reached is None:
             return found

@@ -4,11 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltabars.covariance import Covariance, build_covariance
+import torch
+
+from deltabars.covariance import Covariance, Defects, build_covariance
+from deltabars.eigen import EigenPairs
 from deltabars.errors import BadValueError
 
 if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
+
+# Units in the last place, of what was measured on networks of many kinds and doubled or more.
+_ROWS = 8  # rows of gradients, relative to √λ₁
+_SECOND = 8  # products with a Hessian, relative to λ₁, beyond what consistent products show
+_PROJECTION = 2
+_SHIFT = 8  # F
+_RESULT = 4
+
+
+def defects_of(name: str, pairs: EigenPairs) -> Defects:
+    """How far the pairs of a matrix can be from exact ones, and what is computed with them."""
+    eps = torch.finfo(pairs.vectors.dtype).eps
+    is_hessian = name == "hessian"
+    second = _SECOND * eps * float(pairs.values[0].abs()) if is_hessian else 0.0
+    return Defects(
+        slack=pairs.slack,
+        rounding=pairs.rounding + 0.51 * pairs.skew + _PROJECTION * eps,
+        skew=pairs.skew,
+        residuals=pairs.residual_norms,
+        products=pairs.product_rounding + second,
+        rows=0.0 if is_hessian else _ROWS * eps,
+        result=_RESULT * eps,
+        shift=_SHIFT * eps,
+    )
 
 
 def covariance_of(fit: DeltaFit, estimator: str, rank: int, full_rank: bool) -> Covariance:
@@ -26,7 +53,6 @@ def covariance_of(fit: DeltaFit, estimator: str, rank: int, full_rank: bool) -> 
         num_examples=fit.informative_examples,
         overlap=fit.overlap if both else None,
         least_hessian=fit.spectra["hessian"].exact_least if both else None,
-        slacks={name: pairs.slack for name, pairs in known.items()},
-        roundings={name: pairs.rounding for name, pairs in known.items()},
+        defects={name: defects_of(name, pairs) for name, pairs in known.items()},
         full_rank=full_rank,
     )

@@ -107,8 +107,9 @@ def fit(
         batch_size: examples worked on at a time, whatever the loader's batches are; by default
             chosen from the size of the activations and the memory budget. Where memory runs out
             all the same, half as many are tried, with one warning.
-        residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); 1e-5 in float32,
-            1e-10 in float64.
+        residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
+            of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
+            is left is counted in the intervals.
         max_products: products a matrix at the most; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.

@@ -240,7 +240,8 @@ class Problem:
     def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
         """The loss of each example of a batch, (B,), as a function of the parameters."""
         assert batch.targets is not None
-        return self.likelihood.loss(self.network.outputs(trained, batch.inputs), batch.targets)
+        outputs = self.network.outputs(trained, batch.inputs)
+        return self.likelihood.loss(outputs.double(), batch.targets)
 
     def warn_if_far_from_optimum(self, distance: float | None) -> None:
         """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.

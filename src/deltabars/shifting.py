@@ -20,7 +20,13 @@ def with_l2(fit: DeltaFit, l2: L2) -> DeltaFit:
     spectra = {name: pairs.shifted(shift) for name, pairs in fit.spectra.items()}
     for name, pairs in spectra.items():
         warn_about_spectrum(
-            name, pairs.values, decay.level, fit.num_parameters, pairs.vectors.dtype, stacklevel=4
+            name,
+            pairs.values,
+            decay.level,
+            fit.num_parameters,
+            pairs.vectors.dtype,
+            stacklevel=4,
+            residuals=pairs.residual_norms,
         )
     diagnostics = {**fit.diagnostics, "fitted_l2": fit.diagnostics.get("fitted_l2", fit.l2)}
     moved = replace(fit, decay=decay, spectra=spectra, diagnostics=diagnostics, _covariances={})

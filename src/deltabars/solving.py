@@ -15,7 +15,14 @@ from deltabars.eigen.auditing import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.growth import fewest
 from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
-from deltabars.eigen.pairs import embed, is_whole, warn_unconverged
+from deltabars.eigen.pairs import (
+    PRODUCT_ROUNDING,
+    SKEW,
+    embed,
+    is_whole,
+    residual_tolerance,
+    warn_unconverged,
+)
 from deltabars.errors import BadValueError, ConvergenceWarning, option
 from deltabars.forecasting import Forecast
 from deltabars.growing import ProbeGrowth
@@ -143,6 +150,8 @@ def solve(
         elif is_stopped:
             _warn_of_time(name, options.rank, pairs, checkpoint is not None)
         quality = audit(operator.whole_matmat, space, pairs, options.seed)
+        measured = {name: quality.pop(name) for name in (SKEW, PRODUCT_ROUNDING)}
+        pairs = replace(pairs, statistics={**measured, **pairs.statistics})
         warn_of_audit(name, quality, stacklevel=4)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
@@ -204,8 +213,11 @@ def _run(
         forecast.step(products)
         bar.show(done, f"{products} products{aim}", forecast.left())
 
+    tolerance = options.tolerance
+    if tolerance is None:
+        tolerance = residual_tolerance(operator.dtype, operator.problem.l2)
     common: dict[str, Any] = {
-        "tolerance": options.tolerance,
+        "tolerance": tolerance,
         "max_products": options.max_products,
         "seed": options.seed,
     }

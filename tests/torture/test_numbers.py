@@ -16,6 +16,7 @@ from deltabars.space import Space
 from tests.properties import LAWS
 from tests.random_problems import Problem, Shape
 from tests.spectra import matrix_with
+from tests.test_small_l2 import FLOAT32, Case
 
 ROUNDING = 1e-8  # relative: inverses of condition 1e6, in float64
 
@@ -172,3 +173,19 @@ def test_laws(seconds_left, first_seed, capsys):
             f"{len(broken)}"
         )
     assert not broken, broken[:3]
+
+
+def test_small_l2_in_float32(seconds_left, first_seed, capsys):
+    """No interval misses, at λ₁/λ from 10 to 10⁷."""
+    seed, count, worst, missed = first_seed, 0, -1.0, []
+    while seconds_left() > 0:
+        seed += 1
+        case = Case(seed)
+        found = case.outside(case.predict(case.fit()))
+        count, worst = count + 1, max(worst, found)
+        if not found <= FLOAT32:
+            missed.append((seed, case.estimator, case.solver, found))
+    with capsys.disabled():
+        print(f"\nsmall l2: {count} fits, {len(missed)} missed; the worst by {worst:.1e} of itself")
+    assert count
+    assert not missed, missed[:3]

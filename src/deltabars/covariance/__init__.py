@@ -10,12 +10,13 @@ from deltabars.covariance.estimators import (
 from deltabars.covariance.low_rank import LowRankPlusIdentity
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.spread import Spread
-from deltabars.covariance.tail import Tail, warn_about_spectrum
+from deltabars.covariance.tail import Defects, Tail, warn_about_spectrum
 
 __all__ = [
     "DEFAULT_ESTIMATOR",
     "ESTIMATORS",
     "Covariance",
+    "Defects",
     "InverseCovariance",
     "LowRankPlusIdentity",
     "SandwichCovariance",

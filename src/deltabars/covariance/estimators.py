@@ -15,10 +15,9 @@ from torch import Tensor
 
 from deltabars.covariance.base import Covariance
 from deltabars.covariance.low_rank import LowRankPlusIdentity
-from deltabars.covariance.rounding import Ball
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.spread import Spread
-from deltabars.covariance.tail import Tail
+from deltabars.covariance.tail import EXACT, Defects, Tail
 from deltabars.vectors import Basis, first
 
 # The matrices whose eigenpairs each estimator needs.
@@ -42,8 +41,7 @@ def build_covariance(
     num_examples: float,
     overlap: Tensor | None = None,
     least_hessian: float | None = None,
-    slacks: Mapping[str, float] | None = None,
-    roundings: Mapping[str, float] | None = None,
+    defects: Mapping[str, Defects] | None = None,
     full_rank: bool = True,
 ) -> Covariance:
     """The covariance of an estimator from the first `rank` eigenvalues of its matrices.
@@ -57,8 +55,7 @@ def build_covariance(
             interval then holds for every positive definite H, not only for those whose tail lies
             above λ. (The hessian estimator *defines* what is below λ as λ̃; its interval is about
             that.)
-        slacks: how much too low the eigenvalues of a matrix can be, by matrix; zero by default.
-        roundings: ‖Q̃ − Q‖₂ of eigenvectors that were rounded, by matrix; zero by default.
+        defects: how far pairs can be from exact ones, by matrix; they are exact by default.
     """
     least = {"hessian": least_hessian} if estimator == "sandwich" else {}
     tails = {
@@ -68,8 +65,7 @@ def build_covariance(
             l2,
             num_parameters,
             least.get(name),
-            (slacks or {}).get(name, 0.0),
-            (roundings or {}).get(name, 0.0),
+            (defects or {}).get(name, EXACT),
         )
         for name in ESTIMATORS[estimator]
     }
@@ -112,18 +108,32 @@ class InverseCovariance(Covariance):
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
         inside = projections[self.name][..., : self.tail.rank]  # (B, C, K)
-        slack = self.tail.slack
-        # Three sums over the same squares: ‖Qᵀf‖², and those of the head and of its lower bound.
-        weights = torch.stack(
-            [torch.ones_like(self.values), 1 / self.values, 1 / (self.values + slack)], dim=1
-        )
-        length, head, low = (inside.square() @ weights).unbind(-1)
-        outside = self.tail.left_over(squares, length)  # ‖f⊥‖²
+        tail, values = self.tail, self.values
+        floor, ceiling = tail.floor, tail.ceiling + tail.slack
+        inverse, lower = 1 / values, 1 / (values + tail.slack + tail.defects.products)
+        higher = 1 / (values - tail.defects.products).clamp(min=1e-300)
+        gap = lower - 1 / ceiling
+        # Sums over the same squares: ‖Qᵀf‖², of the head and of its lower bound, and the parts of
+        # fᵀA⁻¹f beside ‖f‖² over the tail's ends.
+        ones, left = torch.ones_like(values), 1 / floor - higher
+        weights = torch.stack([ones, inverse, lower, higher, left, -left, -gap, gap])
+        weights = weights.clamp(min=0).T
+        sums = (inside.square() @ weights).unbind(-1)
+        length, head, least, largest, under, beyond, over, above = sums
+        outside = tail.left_over(squares, length)  # ‖f⊥‖²
         c = self._c
-        low = low + outside / (self.tail.ceiling + slack)
-        high = head + outside / self.tail.floor
-        if self.tail.rounding:
-            low, high = self._around(Ball.of(inside, squares, self.tail), low, high)
+        low, high = least + outside / ceiling, head + outside / floor
+        # Qᵀf is known to a radius r: each root of a sum Σ wₖaₖ² to r·max √w.
+        radius = tail.rounding * squares.sqrt()
+        reach = [radius * float(column.max()) ** 0.5 for column in weights.T]
+        surely, most_head = _less(least, reach[2]), _more(largest, reach[3])
+        most = most_head
+        if not tail.is_empty:
+            above = squares / ceiling + _less(above, reach[7]) - _more(over, reach[6])
+            surely = torch.maximum(above, surely)
+            most = squares / floor - _less(under, reach[4]) + _more(beyond, reach[5])
+        low, high = torch.minimum(low, surely), torch.maximum(high, most)
+        low, high = self._loosened(low, high, most_head, outside, squares)
         covariance = None
         if gram is not None:
             rest = 0.0 if self.tail.is_empty else gram - inside @ inside.mT
@@ -136,24 +146,36 @@ class InverseCovariance(Covariance):
             covariance=covariance,
         )
 
-    def _around(self, ball: Ball, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the most that the interval's ends are for any Qᵀf in the ball.
+    def _loosened(
+        self, low: Tensor, high: Tensor, head: Tensor, outside: Tensor, squares: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The interval of fᵀA⁻¹f where the pairs are not quite those of A, nor f quite exact.
 
-        With w = 1/floor − 1/λₖ the upper end is ‖f‖²/floor − Σ wₖaₖ²; the lower one likewise.
+        With T = QᵀAQ, B = Q⊥ᵀAQ and the Schur complement S, whose eigenvalues are in those of A,
+
+            fᵀA⁻¹f = aᵀT⁻¹a + gᵀS⁻¹g        g = f⊥ − BT⁻¹a        ‖BT⁻¹a‖ ≤ ν√floor·√(aᵀT⁻¹a)
+
+        with Σ aₖ²/(θₖ + e) ≤ aᵀT⁻¹a ≤ Σ aₖ²/(θₖ − e) but for the bend, and e the rounding of
+        products; and with f off by no more than s, √(fᵀA⁻¹f) is off by no more than s/√floor.
         """
-        tail = self.tail
-        values, floor, ceiling = self.values + tail.slack, tail.floor, tail.ceiling + tail.slack
-        if tail.is_empty:
-            return ball.least(1 / values), ball.most(1 / self.values)
-        lowest = torch.maximum(
-            ball.squares / ceiling + ball.least(1 / values - 1 / ceiling),
-            ball.least(1 / values) + ball.outside_least / ceiling,
-        )
-        highest = torch.minimum(
-            ball.squares / floor + ball.most(1 / self.values - 1 / floor),
-            ball.most(1 / self.values) + ball.outside_most / floor,
-        )
-        return torch.minimum(low, lowest), torch.maximum(high, highest)
+        tail, defects = self.tail, self.tail.defects
+        bend, floor = tail.bend, tail.floor
+        moved = 0.0 if tail.is_empty else tail.coupling
+        length = (outside.sqrt() + tail.rounding * squares.sqrt()) * (not tail.is_empty)
+        cross = 2 * moved * length
+        low = low - bend * head - cross * (head * floor).sqrt() / (tail.ceiling + tail.slack)
+        if bend < 1 and defects.products < float(self.values.min()):
+            longer = head / (1 - bend)  # aᵀT⁻¹a at most
+            high = high + bend * longer + cross * (longer / floor).sqrt() + moved**2 * longer
+        else:
+            high = squares / floor
+        norm = float(self.values[0]) * (1 + bend) + tail.slack + defects.products
+        high = torch.minimum(high, squares / floor)
+        low = torch.maximum(low.clamp(min=0), squares / (norm * (1 + moved) ** 2))
+        shift = defects.shift * (squares / floor).sqrt()
+        low = (1 - defects.result) * (low.sqrt() - shift).clamp(min=0)
+        high = (1 + defects.result) * (high.sqrt() + shift)
+        return low.square(), high.square()
 
     def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
         basis = first(vectors[self.name], self.tail.rank)
@@ -163,3 +185,11 @@ class InverseCovariance(Covariance):
     @property
     def _c(self) -> float:
         return 1.0 / self.tail.harmonic_mean if self.full_rank else 0.0
+
+
+def _less(square: Tensor, reach: Tensor) -> Tensor:
+    return (square.sqrt() - reach).clamp(min=0).square()
+
+
+def _more(square: Tensor, reach: Tensor) -> Tensor:
+    return (square.sqrt() + reach).square()

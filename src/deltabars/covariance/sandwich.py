@@ -51,6 +51,15 @@ class SandwichCovariance(Covariance):
         most = max(0.0, float(torch.linalg.eigvalsh(inner)[-1]))
         return self.opg_tail.last + most + self.opg_tail.slack
 
+    @cached_property
+    def largest_within(self) -> float:
+        """The most that xᵀΘ^{-½}Q_HᵀG Q_H Θ^{-½}x is for ‖x‖ = 1, of the pairs of H."""
+        level = self.opg_tail.ceiling + self.opg_tail.slack
+        values = (self.opg_values + self.opg_tail.slack - level).clamp(min=0).sqrt()
+        scaled = (self.overlap * values) / self.hessian_values.sqrt()[:, None]
+        whole = scaled @ scaled.T + torch.diag(level / self.hessian_values)
+        return float(torch.linalg.eigvalsh(whole)[-1])
+
     def spread(
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
@@ -77,6 +86,7 @@ class SandwichCovariance(Covariance):
             ball = Ball.of(a, squares, self.hessian_tail)
             low_, high_ = self._around(parts, ball, full_c)
             low, high = torch.minimum(low, low_), torch.maximum(high, high_)
+        low, high = self._loosened(low, high, parts, (a * head).sum(-1), squares)
         return Spread(
             variance=self._g_square(parts, c_h, c_g) / self.num_examples,
             low=low / self.num_examples,
@@ -161,6 +171,38 @@ class SandwichCovariance(Covariance):
         low = lower - 2 * step * pulled + tail.floor * step.square()
         triangle = (lower.sqrt() - most**0.5 * radius).clamp(min=0).square()
         return torch.maximum(low.clamp(min=0), triangle), high
+
+    def _loosened(
+        self, low: Tensor, high: Tensor, parts: _Parts, head: Tensor, squares: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The interval where the pairs are not quite those of H and G, nor f quite exact.
+
+        The notation is that of `InverseCovariance`. What u = H⁻¹f lacks of what the pairs of H say
+        is, within Q_H, Q_H Θ^{-½}x with ‖x‖ ≤ (‖Θ^{-½}(T − Θ)Θ⁻¹a‖ + ν√floor·‖u⊥‖)/(1 − bend),
+        and, outside, no longer than ν·√(aᵀT⁻¹a/floor). The pairs of G are off by (bend + ν) of
+        uᵀGu. Bends are those of the tails with the rounding of products over the least value.
+        """
+        tail, defects = self.hessian_tail, self.hessian_tail.defects
+        floor, lowest = tail.floor, float(self.hessian_values.min())
+        bend = tail.bend + defects.products / lowest
+        own = self.opg_tail.coupling * (not self.opg_tail.is_empty) + self.opg_tail.bend
+        own = own + self.opg_tail.defects.products / float(self.opg_values.min())
+        if not (bend < 1 and own < 1):
+            return torch.zeros_like(low), torch.full_like(high, torch.inf)
+        moved = 0.0 if tail.is_empty else tail.coupling
+        steep = parts.head.norm(dim=-1)  # ‖Θ⁻¹a‖
+        length = parts.outside.sqrt() + tail.rounding * squares.sqrt()
+        length = length * (not tail.is_empty)
+        longer = (head / (1 - bend)).sqrt()
+        beyond = (length + moved * floor**0.5 * longer) / floor  # ‖u⊥‖ at most
+        within, most = self.largest_within, self.largest_outside
+        turned = tail.bend * head.sqrt() + defects.products * steep / lowest**0.5
+        turned = (turned + moved * floor**0.5 * beyond) / (1 - bend)
+        off = within**0.5 * turned + (most / floor) ** 0.5 * moved * longer
+        off = off + defects.shift * ((within + most / floor) * squares / floor).sqrt()
+        low = ((1 - own) * low).sqrt() * (1 - defects.result) - off
+        high = ((1 + own) * high).sqrt() * (1 + defects.result) + off
+        return low.clamp(min=0).square(), high.square()
 
     def _pull(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
         """‖ΠGu‖ for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C).

@@ -16,6 +16,37 @@ from deltabars.errors import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Defects:
+    """How far computed eigenpairs (θₖ, q̂ₖ) can be from exact ones, and F from its exact rows.
+
+    Attributes:
+        slack: how much too low the eigenvalues, those in use too, can be. The incremental SVD drops
+            a positive semidefinite part of no more than this norm: A lies between the matrix of the
+            pairs and that plus slack·I, and so do the inverses, the other way round.
+        rounding: ‖Q̃ − Q‖₂ of the vectors Q̃ that projections are taken on, from orthonormal Q, and
+            the rounding of the projections: Qᵀf is known to rounding·‖f‖.
+        skew: ‖Q̂Q̂ᵀ − I‖₂ of the vectors as they were computed.
+        residuals: ‖Aqₖ − θₖqₖ‖ as the solver knows them, (K,).
+        products: e, that rounding in products with A may add to each of these.
+        rows: η; where A is a sum of outer products of rows, how far these are off, relative to √λ₁.
+        result: a relative error of every standard deviation.
+        shift: how far each row f is off, relative to ‖f‖.
+    """
+
+    slack: float = 0.0
+    rounding: float = 0.0
+    skew: float = 0.0
+    residuals: Tensor | None = None
+    products: float = 0.0
+    rows: float = 0.0
+    result: float = 0.0
+    shift: float = 0.0
+
+
+EXACT = Defects()
+
+
 @dataclass(frozen=True)
 class Tail:
     """The P − K eigenvalues outside Q, which lie between λ (`l2`) and the last one, λ_K.
@@ -30,11 +61,11 @@ class Tail:
         last: λ_K.
         is_empty: whether K = P, so that nothing is left out.
         floor: the least that the eigenvalues of the tail are taken to be.
-        slack: how much too low the eigenvalues, those in use too, can be. The incremental SVD drops
-            a positive semidefinite part of no more than this norm: A lies between the matrix of the
-            pairs and that plus slack·I, and so do the inverses, the other way round.
-        rounding: η = ‖Q̃ − Q‖₂ of eigenvectors Q̃ that were rounded to be stored: projections on
-            them are off by at most η‖f‖ together.
+        defects: of the pairs.
+        coupling: ν, at least ‖BΘ^{-½}‖₂/√floor with B = Q⊥ᵀAQ, which is zero for exact pairs.
+        bend: at least ‖Θ^{-½}(QᵀAQ − Θ − E)Θ^{-½}‖₂ for an E of no more than the rounding of
+            products, likewise.
+        drift: how far above the last one an eigenvalue of the tail can be, likewise.
     """
 
     rank: int
@@ -42,8 +73,10 @@ class Tail:
     last: float
     is_empty: bool
     floor: float
-    slack: float = 0.0
-    rounding: float = 0.0
+    defects: Defects = EXACT
+    coupling: float = 0.0
+    bend: float = 0.0
+    drift: float = 0.0
 
     @classmethod
     def after(
@@ -53,8 +86,7 @@ class Tail:
         l2: float,
         size: int,
         least: float | None = None,
-        slack: float = 0.0,
-        rounding: float = 0.0,
+        defects: Defects = EXACT,
     ) -> Tail:
         """The tail behind the first `rank` of the descending `values`.
 
@@ -75,12 +107,30 @@ class Tail:
         floor = min(l2, last)
         if least is not None and 0 < least < floor:
             floor = least
-        return cls(rank, l2, last, rank == size, floor, slack, rounding)
+        used, steps = values[:rank].double(), defects.residuals
+        known = torch.zeros_like(used) if steps is None else steps[:rank].double()
+        lowest = float(used.min())
+        rows = 2 * defects.rows * (float(used[0]) / floor) ** 0.5
+        coupling = float((known.square() / used).sum() / floor) ** 0.5 + rows
+        coupling += defects.products / (lowest * floor) ** 0.5
+        bend = (2 * defects.rows + defects.skew) * (float(used[0]) / lowest) ** 0.5
+        drift = defects.products + float(known[-1])
+        return cls(rank, l2, last, rank == size, floor, defects, coupling, bend, drift)
+
+    @property
+    def slack(self) -> float:
+        """How much too low the eigenvalues can be (see `Defects`)."""
+        return self.defects.slack
+
+    @property
+    def rounding(self) -> float:
+        """How far projections are off, relative to ‖f‖ (see `Defects`)."""
+        return self.defects.rounding
 
     @property
     def ceiling(self) -> float:
         """The most that an eigenvalue of the tail can be."""
-        return max(self.l2, self.last)
+        return max(self.l2, self.last) + self.drift
 
     @property
     def harmonic_mean(self) -> float:
@@ -118,13 +168,26 @@ def warn_about_spectrum(
     num_parameters: int,
     dtype: torch.dtype,
     stacklevel: int = 3,
+    residuals: Tensor | None = None,
 ) -> None:
     """Warn where computed eigenvalues cannot serve a covariance, or void the error bound.
 
     Args:
         dtype: of the products that they come from. Those are right to eps·‖A‖, an eigenvalue λ to
             eps·‖A‖/λ of itself, and error bars in its direction to about as much.
+        residuals: ‖Aq − λq‖ of pairs that were solved at another λ.
     """
+    if residuals is not None:
+        positive = values > 0
+        left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
+        if left > _LOST:
+            warnings.warn(
+                f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
+                f"{float(residuals.max()):.2g}, which widens intervals by up to "
+                f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
+                SpectrumWarning,
+                stacklevel=stacklevel,
+            )
     lost = torch.finfo(dtype).eps * float(values[0].abs()) / l2
     if lost > _LOST:
         advice = (
@@ -136,7 +199,7 @@ def warn_about_spectrum(
             f"Expected a largest eigenvalue of the {name} of at most "
             f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
             f"{float(values[0]):.3g} for λ = {l2:g}: rounding leaves error bars right to "
-            f"{min(lost, 1.0):.0%}, which their bounds do not count. {advice}, or a larger l2.",
+            f"{min(lost, 1.0):.0%}, which widens their intervals. {advice}, or a larger l2.",
             SpectrumWarning,
             stacklevel=stacklevel,
         )

@@ -187,6 +187,17 @@ class RowOperator(CurvatureOperator):
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
         return math.fsum(self.problem.ranks.gather(float(total))) * self.row_scale
 
+    def gram(self) -> Tensor:
+        """The matrix itself in float64, (P, P). Cost: N·P² operations in float64."""
+        whole = torch.eye(self.shape[0], device=self.device, dtype=torch.float64)
+        total = torch.zeros_like(whole)
+        with self.problem.network.same_bits(), full_precision(self.device):
+            for block in self.row_blocks():
+                rows = block.double()
+                total.addmm_(rows.T, rows)
+        total = self.problem.ranks.sum_(total)
+        return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
+
     def row_blocks(self) -> Iterator[Tensor]:
         """The rows of R that are of examples here, in blocks (n, P), in the order of the data.
 

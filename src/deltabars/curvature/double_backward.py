@@ -92,7 +92,8 @@ def _gradient(
         for name, value in trained.items()
     }
     with torch.enable_grad():
-        loss = likelihood.loss(network.outputs(trained, batch.inputs), batch.targets).sum()
+        outputs = network.outputs(trained, batch.inputs).double()
+        loss = likelihood.loss(outputs, batch.targets).sum()
         parts = torch.autograd.grad(
             loss, list(trained.values()), create_graph=create_graph, materialize_grads=True
         )

@@ -23,6 +23,7 @@ class GGNOperator(RowOperator):
         assert targets is not None
 
         def roots(outputs: Tensor) -> Tensor:
-            return self.problem.likelihood.curvature_root(outputs, targets)
+            root = self.problem.likelihood.curvature_root(outputs.double(), targets)
+            return root.to(outputs.dtype)
 
         return self.pullback.rows(batch.inputs, roots, out, self._parts, again=again)

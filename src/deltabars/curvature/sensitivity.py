@@ -90,7 +90,7 @@ def sensitivities(
     sums.finish()
     mean = space == "probability"
     value = likelihood.mean(outputs) if mean else outputs
-    slope = (likelihood.slope(outputs) if mean else torch.ones_like(outputs)).double()
+    slope = likelihood.slope(outputs.double()) if mean else torch.ones_like(outputs.double())
     if classes is not None:
         chosen = classes(outputs)
         value, slope = value.gather(1, chosen), slope.gather(1, chosen)
@@ -105,7 +105,8 @@ def cotangents(
 ) -> Tensor:
     """What the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
     rows = likelihood.natural_jacobian if space == "probability" else unit_rows
-    return rows(outputs, None if classes is None else classes(outputs))
+    found = rows(outputs.double(), None if classes is None else classes(outputs))
+    return found.to(outputs.dtype)
 
 
 def _check_in_step(bases: Mapping[str, Basis], names: list[str | None]) -> None:

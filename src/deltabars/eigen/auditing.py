@@ -8,14 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deltabars.eigen.pairs import EigenPairs, default_tolerance, residual_scale
-from deltabars.errors import (
-    ConvergenceWarning,
-    option,
+from deltabars.eigen.pairs import (
+    PRODUCT_ROUNDING,
+    SKEW,
+    EigenPairs,
+    default_tolerance,
+    residual_scale,
 )
+from deltabars.errors import ConvergenceWarning, option
 from deltabars.space import Space
 
 _FAR = 10  # times: the random signs of a measurement never make that much by themselves
+_USUAL, _TIMES = 4, 2  # of rounding in products: units in the last place; what was measured
 _ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long sum can be off by
 
 
@@ -34,10 +38,11 @@ def audit(
     its mean square is the sum of theirs.
 
     Returns:
-        `orthogonality`, the largest entry of |QQᵀ − I|; `residual_rms`, the root mean square of
-        ‖Aq − λq‖; `largest_residual` as the solver reported it; and the limits of the first two,
-        `orthogonality_limit` and `residual_limit`: some times what the solver promised, and the
-        rounding of a product.
+        `orthogonality`, the largest entry of |QQᵀ − I|, and `orthogonality_norm`, its norm;
+        `product_rounding`, what rounding in products may add to ‖Aq − λq‖; `residual_rms`, the
+        root mean square of that; `largest_residual` as the solver reported it; and the limits of
+        orthogonality and `residual_rms`, `orthogonality_limit` and `residual_limit`: some times
+        what the solver promised, and the rounding of a product.
     """
     vectors = pairs.vectors
     gram = space.inner(vectors, vectors)
@@ -51,16 +56,26 @@ def audit(
     tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
     promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)
     norm = max(abs(float(pairs.values[0])), abs(pairs.least))
+    rms = float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5
+    known = float((pairs.residuals * residual_scale(pairs.values)).square().mean().sqrt())
     own = torch.finfo(vectors.dtype).eps
     # Models may have parts of their own in float32, such as norms of Hugging Face's.
     rounding = max(_ROUNDING * own, torch.finfo(torch.float32).eps) * norm
     return {
         "orthogonality": float(gram.abs().max()),
         "orthogonality_limit": _FAR * usual,
-        "residual_rms": float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5,
+        SKEW: _norm(gram.cpu()),
+        PRODUCT_ROUNDING: _USUAL * own * norm + _TIMES * max(0.0, rms - known),
+        "residual_rms": rms,
         "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
         "largest_residual": float(pairs.residuals.max()),
     }
+
+
+def _norm(gram: Tensor) -> float:
+    """‖·‖₂ of a symmetric matrix; NaN where a number in it is."""
+    finite = bool(gram.isfinite().all())
+    return float(torch.linalg.eigvalsh(gram).abs().max()) if finite else float("nan")
 
 
 def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> None:

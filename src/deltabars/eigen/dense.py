@@ -7,8 +7,15 @@ from typing import Any
 import torch
 
 from deltabars.eigen.krylov import OnStep
-from deltabars.eigen.operators import as_products
-from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, check_rank, lower_scale, residual_scale
+from deltabars.eigen.operators import as_products, check_finite
+from deltabars.eigen.pairs import (
+    LEAST_RITZ,
+    PRODUCT_ROUNDING,
+    EigenPairs,
+    check_rank,
+    lower_scale,
+    residual_scale,
+)
 
 _ROWS_AT_ONCE = 64
 
@@ -18,20 +25,28 @@ def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPa
 
     All other eigenvalues are returned as `smallest`.
 
-    Cost: P products, P² numbers, P³ operations.
+    Cost: P products (or what `operator.gram()`, the matrix in float64, takes), P² numbers, P³
+    operations.
     """
     matrix = as_products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
-    eye = torch.eye(size, device=matrix.device, dtype=matrix.dtype)
-    blocks = []
-    for rows in eye.split(_ROWS_AT_ONCE):
-        blocks.append(matrix.matmat(rows))
-        if on_step is not None:
-            on_step(matrix.products, 0)
-    full = torch.cat(blocks).double()
+    statistics: dict[str, int | float | str] = {}
+    if hasattr(operator, "gram"):
+        full = operator.gram()
+        check_finite(full.to(matrix.dtype))
+    else:
+        eye = torch.eye(size, device=matrix.device, dtype=matrix.dtype)
+        blocks = []
+        for rows in eye.split(_ROWS_AT_ONCE):
+            blocks.append(matrix.matmat(rows))
+            if on_step is not None:
+                on_step(matrix.products, 0)
+        full = torch.cat(blocks).double()
     full = (full + full.T) / 2
     ascending, columns = torch.linalg.eigh(full)
+    if hasattr(operator, "gram"):
+        statistics[PRODUCT_ROUNDING] = 4 * torch.finfo(full.dtype).eps * float(ascending[-1])
     norms = (full @ columns - columns * ascending).norm(dim=0)
     values = ascending.flip(0)[:rank].contiguous()
     lower = ascending[: size - rank].contiguous()
@@ -47,5 +62,6 @@ def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPa
             "products": matrix.products,
             "converged": rank,
             LEAST_RITZ: float(ascending[0]),
+            **statistics,
         },
     )

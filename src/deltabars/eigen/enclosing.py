@@ -21,6 +21,7 @@ from torch import Tensor
 
 _RESERVE = 0.5  # of the tolerance: the recurrence's residual is not quite the true one
 _ROUNDS = 4  # of iterating and computing the residual anew
+_OF_ROWS, _OF_PRODUCTS = 64, 4  # units in the last place
 _ROUNDING = 512  # units in the last place that a value may be off by its sums alone
 
 
@@ -51,6 +52,7 @@ def enclose_inverse_forms(
     precondition: Callable[[Tensor], Tensor],
     tolerance: float,
     max_products: int,
+    norm: float = 0.0,
 ) -> Enclosure:
     """Enclose fᵀA⁻¹f for each row f of (m, P), by preconditioned conjugate gradients.
 
@@ -59,11 +61,12 @@ def enclose_inverse_forms(
         precondition: products with a symmetric positive definite approximation of A⁻¹.
         tolerance: for half of the width of the interval for √(fᵀA⁻¹f), relative to its middle.
         max_products: with A; the intervals hold whether they are narrow enough by then or not.
+        norm: ‖A‖, to which products are rounded; A is a sum of outer products of rounded rows.
 
     Cost: a product each step, all rows at once; with the K largest eigenvalues in the
     preconditioner about √(λ_K/λ)·log(1/tolerance) steps. Memory: five times that of the rows.
     """
-    run = _Run(matmat, rows, floor, precondition)
+    run = _Run(matmat, rows, floor, precondition, norm)
     for _ in range(_ROUNDS):
         run.iterate(_RESERVE * tolerance, max_products - 1)
         low, high = run.enclose()
@@ -90,6 +93,7 @@ class _Run:
     rows: Tensor  # f
     floor: float
     precondition: Callable[[Tensor], Tensor]
+    norm: float = 0.0
     products: int = 0
 
     def __post_init__(self) -> None:
@@ -145,5 +149,9 @@ class _Run:
         above = alpha - torch.where(gap > 0, beta / node, gap)
         upper = torch.where(some, square / above.clamp(min=self.floor), 0.0)
         lower = torch.where(some, square / alpha, 0.0)
-        margin = least_tolerance(self.rows.dtype) * (value + upper).abs()
+        eps = torch.finfo(self.rows.dtype).eps
+        # A product with x is off by eps·‖A‖·‖x‖; rows, and f, change √(fᵀA⁻¹f) by eps·√(‖A‖/floor).
+        margin = _OF_ROWS * eps * (self.norm / self.floor) ** 0.5 * (value + upper).abs()
+        margin += _OF_PRODUCTS * eps * self.norm * _dot(self.solution, self.solution)
+        margin += least_tolerance(self.rows.dtype) * (value + upper).abs()
         return (value + lower - margin).clamp(min=0), value + upper + margin

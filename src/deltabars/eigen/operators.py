@@ -46,14 +46,19 @@ class _Products:
     def matmat(self, vectors: Tensor) -> Tensor:
         self.products += vectors.shape[0]
         result = self._function(vectors)
-        if not bool(result.isfinite().all()):
-            wider = f", or use {option('dtype', torch.float64)}"
-            raise BadValueError(
-                "Products: expected finite values, got NaN or infinity: squares of derivatives, or "
-                f"second ones, are beyond {self.dtype}. Scale the inputs or the targets"
-                f"{'' if self.dtype == torch.float64 else wider}."
-            )
-        return result
+        return check_finite(result)
+
+
+def check_finite(products: Tensor) -> Tensor:
+    """The products themselves, refused where any is not finite."""
+    if not bool(products.isfinite().all()):
+        wider = f", or use {option('dtype', torch.float64)}"
+        raise BadValueError(
+            "Products: expected finite values, got NaN or infinity: squares of derivatives, or "
+            f"second ones, are beyond {products.dtype}. Scale the inputs or the targets"
+            f"{'' if products.dtype == torch.float64 else wider}."
+        )
+    return products
 
 
 def as_products(matrix: Any) -> _Products:

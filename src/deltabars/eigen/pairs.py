@@ -19,6 +19,12 @@ from deltabars.vectors import first
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
 ROUNDING = "storage_rounding"
+PRODUCT_ROUNDING = "product_rounding"
+SKEW = "orthogonality_norm"
+
+_SHARE_OF_L2 = 1e-3
+# Units in the last place, of what is not known of a file's pairs: ‖A‖, and QQᵀ.
+_USUAL_PRODUCT, _USUAL_SKEW = 16, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,26 @@ class EigenPairs:
         return float(self.statistics.get(ROUNDING, 0.0))
 
     @property
+    def residual_norms(self) -> Tensor:
+        """‖Aq − λq‖ of each pair, (K,); zero where a discarded part bounds them (see `slack`)."""
+        if DISCARDED in self.statistics:
+            return torch.zeros_like(self.residuals)
+        return self.residuals * residual_scale(self.values)
+
+    @property
+    def product_rounding(self) -> float:
+        """What rounding in products with A may add to the norm of a residual."""
+        eps = torch.finfo(self.vectors.dtype).eps
+        usual = _USUAL_PRODUCT * eps * float(self.values[0].abs())
+        return float(self.statistics.get(PRODUCT_ROUNDING, usual))
+
+    @property
+    def skew(self) -> float:
+        """‖QQᵀ − I‖₂ of the vectors as they were computed."""
+        usual = _USUAL_SKEW * torch.finfo(self.vectors.dtype).eps
+        return float(self.statistics.get(SKEW, usual))
+
+    @property
     def exact_least(self) -> float | None:
         """The least eigenvalue, where the whole spectrum is known; a Ritz value only bounds it."""
         whole = len(self.values) + len(self.smallest) == self.vectors.shape[1]
@@ -89,8 +115,8 @@ class EigenPairs:
         statistics = dict(self.statistics)
         if LEAST_RITZ in statistics:
             statistics[LEAST_RITZ] = factor * float(statistics[LEAST_RITZ]) + shift
-        if DISCARDED in statistics:
-            statistics[DISCARDED] = factor * float(statistics[DISCARDED])
+        for name in {DISCARDED, PRODUCT_ROUNDING} & statistics.keys():
+            statistics[name] = factor * float(statistics[name])
         return replace(
             self,
             values=values,
@@ -203,6 +229,16 @@ def is_whole(value: object) -> bool:
 def default_tolerance(dtype: torch.dtype) -> float:
     """The residual that a solver stops at: what the type of the products allows."""
     return 1e-10 if dtype == torch.float64 else 1e-5
+
+
+def residual_tolerance(dtype: torch.dtype, l2: float) -> float:
+    """The residual that pairs are solved to whose eigenvalues count beside λ = `l2`.
+
+    A thousandth of λ, or what the type of the products can tell from zero, and no more than the
+    default. (Intervals count what is left, see `covariance.Defects`.)
+    """
+    least = 2 * torch.finfo(dtype).eps
+    return max(least, min(default_tolerance(dtype), _SHARE_OF_L2 * l2))
 
 
 def check_tolerance(tolerance: float, dtype: torch.dtype) -> None:

@@ -45,11 +45,11 @@ class Likelihood(ABC):
         """The loss of each example, (B,)."""
 
     def loss_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """∂loss/∂z of each example, (B, C)."""
-        at = outputs.detach().requires_grad_()
+        """∂loss/∂z of each example, (B, C), by float64: p − y has few digits where p is near y."""
+        at = outputs.detach().double().requires_grad_()
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(self.loss(at, targets).sum(), at)
-        return gradient
+        return gradient.to(outputs.dtype)
 
     @abstractmethod
     def mean(self, outputs: Tensor, dim: int = -1) -> Tensor:
