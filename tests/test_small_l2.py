@@ -193,3 +193,16 @@ def test_what_is_lost_is_warned_of_with_the_remedy():
     with pytest.warns(SpectrumWarning, match="residuals.*fit at this l2"):
         loose.with_l2(1e-4)
     assert fit.rank == 8
+
+
+def test_a_sandwich_says_whether_its_intervals_are_worth_reading():
+    """By what they add to the std of an input outside the pairs; nothing is outside all of them."""
+    case = next(c for c in map(Case, range(99)) if c.estimator == "sandwich" and c.rank > 20)
+    case.fitted_l2 = case.l2
+    size, reach = case.oracle.size, {}
+    for rank in (3, size - 2, size):
+        fit = case.fit(rank=rank, solver="dense")
+        reach[rank] = fit.diagnostics["sandwich"]["interval_reach"]
+        assert ("intervals say little" in repr(fit)) == (reach[rank] > 0.5)
+    assert reach[3] > 0.5
+    assert reach[3] >= reach[size - 2] >= reach[size] == 0

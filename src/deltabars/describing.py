@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from deltabars.fitted import DeltaFit
 
 
+SANDWICH, REACH = "sandwich", "interval_reach"
+WORTH_READING = 0.5  # of a std: an interval that reaches further says little
+
+
 class Shown:
     """How a fit shows itself: as text, in a notebook, and drawn."""
 
@@ -83,6 +87,12 @@ def _notes(fit: DeltaFit) -> list[str]:
         notes.append(
             f"the hessian's spectrum reaches {fit.level - hessian.least:.3g} below λ: its "
             "bounds are about the spectrum corrected to λ"
+        )
+    reach = fit.diagnostics.get(SANDWICH, {}).get(REACH, 0.0)
+    if reach > WORTH_READING:
+        notes.append(
+            f"the sandwich's intervals say little: up to ±{reach:.2g} times the std of what is "
+            "outside the pairs; a larger rank narrows them"
         )
     lost = max(pairs.rounding for pairs in fit.spectra.values())
     if lost:

@@ -51,6 +51,18 @@ class SandwichCovariance(Covariance):
         most = max(0.0, float(torch.linalg.eigvalsh(inner)[-1]))
         return self.opg_tail.last + most + self.opg_tail.slack
 
+    @property
+    def interval_reach(self) -> float:
+        """How far the interval reaches from the std of a prediction that lies outside Q_H and Q_G.
+
+        For f orthogonal to both, N·variance is c_G·c_H²‖f‖², and √γ·ρ what the interval adds to the
+        root, with ρ = reach·‖f‖: √(γ/c_G)·reach/c_H of the std. Well below 1 it is worth reading.
+        """
+        spread = (self.largest_outside / self.opg_tail.harmonic_mean) ** 0.5
+        empty = self.hessian_tail.is_empty
+        reach = self.hessian_tail.inverse_reach * self.hessian_tail.harmonic_mean
+        return 0.0 if empty else spread * reach
+
     @cached_property
     def largest_within(self) -> float:
         """The most that xᵀΘ^{-½}Q_HᵀG Q_H Θ^{-½}x is for ‖x‖ = 1, of the pairs of H."""
