@@ -41,7 +41,7 @@ _LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations kept for derivatives, that these take about
 _PROBE = 64  # examples that the model is tried out on
 _FAR, _FAR_RELATIVE = 1.0, 0.5
-_AT_OPTIMUM = 0.1  # of the relative gradient: no initialisation comes near
+_AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of a constant answer
 TRAIN_ON = (
     "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
