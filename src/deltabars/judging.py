@@ -123,7 +123,7 @@ def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
         if finding is not None
     ]
     if not found:
-        reason = "nothing speaks against reading the error bars as standard deviations."
+        reason = "Nothing speaks against reading the error bars as standard deviations."
         return Judgement(LEVELS[0], reason, "", evidence)
     found.sort(key=lambda finding: -LEVELS.index(finding[0]))
     levels, reasons, remedies = zip(*found, strict=True)

@@ -98,6 +98,7 @@ def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True
             targets=digits.test_labels,
             prediction=predictions["ggn"],
             title="Handwritten digits: which predictions to trust",
+            data="test scans",
             progress=progress,
         )
     return result
