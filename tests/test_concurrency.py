@@ -28,7 +28,8 @@ import deltabars
 from deltabars import storage
 from deltabars.cli import main
 from deltabars.determinism import same_bits
-from deltabars.errors import DeltaBarsError, ModelWarning, StorageError
+from deltabars.errors import DataWarning, DeltaBarsError, ModelWarning, StorageError
+from deltabars.records import Kept
 from deltabars.report.page import save_report
 from deltabars.runs import Run
 from deltabars.sources import NamedData, NamedModel
@@ -461,6 +462,12 @@ def _save_often(path: Path, rank: int, gate) -> None:
         fit.save(path)
 
 
+def _save_files_often(path: Path, case, fits, gate) -> None:
+    gate.wait()
+    for number in range(60):
+        fits[number % 2].save(path, max_file_size=2000)
+
+
 def _create(path: Path, rank: int, gate, answers) -> None:
     torch.set_num_threads(1)
     case = make_case("dense")
@@ -499,6 +506,44 @@ class TestOnePlace:
         assert seen <= {3, 20}
         assert deltabars.load(tmp_path / "a", case.model).rank in seen
         assert contents(tmp_path) == {"a"}
+
+    def test_a_folder_is_loaded_while_it_is_replaced(self, tmp_path):
+        case, context = make_case("dense"), multiprocessing.get_context("fork")
+        fits = [fit_of(case, rank=rank) for rank in (3, 20)]
+        fits[0].save(tmp_path / "a", max_file_size=2000)
+        gate = context.Barrier(2)
+        writer = context.Process(target=_save_files_often, args=(tmp_path / "a", case, fits, gate))
+        writer.start()
+        gate.wait()
+        seen = set()
+        while writer.is_alive():
+            seen.add(deltabars.load(tmp_path / "a", case.model).rank)
+        assert writer.exitcode == 0
+        assert seen == {3, 20}
+
+    def test_a_prediction_stays_with_its_fit(self, workshop, tmp_path):
+        """The RUN is replaced while a command predicts with it."""
+        named = NamedModel("a:b"), NamedData("c.npz")
+        before = Run.create(tmp_path / "run", workshop.fit(rank=5), *named)
+        inputs = workshop.test[0][:4]
+        prediction = workshop.fit(rank=5).predict(inputs)
+        kept = Kept(prediction, ("a", "b", "c", "d"), None, named[1], {"fingerprint": "f"})
+        old = before.keep(kept)
+        assert before.latest() is not None
+        assert before.find(named[1], kept.about) is not None
+        content = old.read_bytes()
+        after = Run.create(tmp_path / "run", workshop.fit(rank=7), *named, overwrite=True)
+        assert after.find(named[1], kept.about) is None
+        with pytest.raises(StorageError, match="has replaced it in the meantime"):
+            before.keep(kept)
+        assert contents(tmp_path / "run") == {"fit.deltabars", "run.json"}
+        after.keep(kept)  # and then the old file comes in its place
+        (new,) = (tmp_path / "run" / "predictions").glob("*.npz")
+        assert new.name != old.name
+        new.write_bytes(content)
+        with pytest.warns(DataWarning, match="1 of 1 files in .* are left out, .* of another fit"):
+            assert after.latest() is None
+        assert after.find(named[1], kept.about) is None
 
     def test_two_processes_make_one_run(self, tmp_path):
         context = multiprocessing.get_context("fork")

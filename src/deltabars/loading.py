@@ -34,6 +34,7 @@ from deltabars.parameters import ParameterSpace
 from deltabars.plain import as_written, plain_model
 from deltabars.saving import OUTPUTS, OVERLAP, SMALL
 from deltabars.vectors import Part, PartedVectors, whole
+from deltabars.writing import read_settled
 
 _DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
 
@@ -80,7 +81,11 @@ def load(
         True
     """
     model = plain_model(model)
-    header, tensors, parts = _read(path)
+    header, tensors, parts = (
+        read_settled(Path(path), lambda: _read(path))
+        if isinstance(path, str | os.PathLike)
+        else _read(path)
+    )
     try:
         check_header(header)
         space = ParameterSpace(

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltabars import storage
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -37,9 +38,10 @@ from deltabars.reading import parse_json, read_start
 from deltabars.records import Kept, named_data, read_kept
 from deltabars.saving import MAX_FILE_SIZE
 from deltabars.sharded import ranks_of
+from deltabars.shards import INDEX
 from deltabars.sources import NamedData, NamedModel, Source
 from deltabars.sources.source import fingerprint_of
-from deltabars.writing import check_parent, write_text, write_whole
+from deltabars.writing import check_parent, read_settled, remove_left, write_text, write_whole
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _ASIDE = "aside"  # the names of predictions that commands made to look at
@@ -59,6 +61,7 @@ class Run:
         about: the rest of run.json.
         predicted: how the data of each kept prediction are named, by the name of its file, the
             last one last. It is here and not in the files because naming data may run code.
+        fit_digest: of the fit's file, when the folder was opened; None where that cannot be read.
     """
 
     path: Path
@@ -67,6 +70,7 @@ class Run:
     classes: tuple[str, ...] | None
     about: Mapping[str, Any]
     predicted: dict[str, NamedData] = field(default_factory=dict)
+    fit_digest: str | None = None
 
     @classmethod
     def create(
@@ -134,6 +138,10 @@ class Run:
             StorageError, CorruptFileError: there is none, or its description is altered.
         """
         folder = Path(path)
+        return read_settled(folder, lambda: cls._open(folder))
+
+    @classmethod
+    def _open(cls, folder: Path) -> Run:
         if not os.path.isfile(folder / _DESCRIPTION):
             raise StorageError(
                 f"RUN: expected a folder that `deltabars fit --out` made, got {folder}, which "
@@ -146,7 +154,8 @@ class Run:
             predicted = {name: named_data(raw) for name, raw in kept.items()}
             classes = content.pop("classes")
             names = None if classes is None else tuple(classes)
-            found = cls(folder, model, data, names, content, predicted)
+            digest = _fit_digest(folder)
+            found = cls(folder, model, data, names, content, predicted, digest)
             newer = content["format"] > _FORMAT
             outputs = content["outputs"]
             if not isinstance(outputs, int) or outputs < 1:
@@ -174,7 +183,10 @@ class Run:
     ) -> DeltaFit:
         """The fit, with the model that it was made of. The user's own code makes the model."""
         model = self.model.load()
-        return load(self.path / _FIT, model, device=device, offload=offload, progress=progress)
+        try:
+            return load(self.path / _FIT, model, device=device, offload=offload, progress=progress)
+        finally:
+            self._check_same_fit()
 
     def load_data(self, data: NamedData | str | None = None) -> Source:
         """Data for the fit: the training data by default; pictures are prepared as these were.
@@ -195,17 +207,21 @@ class Run:
 
         What is kept `aside` is found again, and is not the latest.
         """
-        arrays = kept.arrays()
+        kept = replace(kept, about=self._about(kept.about))
         folder = self.path / _PREDICTIONS
         path = folder / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
         try:
-            folder.mkdir(exist_ok=True)
-            if folder.is_symlink():
-                raise StorageError(
-                    f"Cannot write {folder}: expected a folder in the RUN, got a link to another."
-                )
-            write_whole(path, lambda draft: np.savez(draft, **arrays))
-            with turn(self.path):  # of several commands that keep predictions at the same time
+            # Of several commands that keep predictions, or replace the RUN, at the same time.
+            with turn(self.path):
+                self._check_same_fit()
+                folder.mkdir(exist_ok=True)
+                if folder.is_symlink():
+                    raise StorageError(
+                        f"Cannot write {folder}: expected a folder in the RUN, got a link to "
+                        "another."
+                    )
+                remove_left(folder)
+                write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
                 content = parse_json(read_start(self.path / _DESCRIPTION, _MOST))
                 named, others = content.setdefault(_PREDICTIONS, {}), content.get(_ASIDE, [])
                 if not aside or path.name not in named:
@@ -218,16 +234,31 @@ class Run:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
         return path
 
+    def _about(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """What a prediction was asked for, and of which fit."""
+        return {**about, "fit": self.fit_digest}
+
+    def _check_same_fit(self) -> None:
+        """Refuse a RUN that another command has replaced since it was opened."""
+        if _fit_digest(self.path) != self.fit_digest:
+            raise StorageError(
+                f"RUN: expected {self.path} to stay as it was, got another fit in it: `fit "
+                "--overwrite` has replaced it in the meantime. Start the command again."
+            )
+
     def find(self, data: NamedData, about: Mapping[str, Any]) -> Kept | None:
         """The kept prediction of these data, asked for in the same way; None if there is none."""
         if about.get("fingerprint") is None:
             return None
-        path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, about)}.npz"
-        return read_kept(path, data) if path.is_file() else None
+        asked = self._about(about)
+        path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, asked)}.npz"
+        kept = read_kept(path, data) if path.is_file() else None
+        return None if kept is None or kept.about.get("fit") != self.fit_digest else kept
 
     def when(self, kept: Kept) -> datetime | None:
         """When a prediction was kept; None where it is not there."""
-        path = self.path / _PREDICTIONS / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
+        key = _key(kept.data, self._about(kept.about))
+        path = self.path / _PREDICTIONS / f"{_name(kept.data)}-{key}.npz"
         return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
 
     def latest(self) -> Kept | None:
@@ -240,15 +271,39 @@ class Run:
         known, beside = now.predicted, set(now.about.get(_ASIDE, ()))
         files = {path.name for path in folder.glob("*.npz") if not path.name.startswith("draft-")}
         if strange := sorted(files - set(known)):
-            warnings.warn(
-                f"RUN: {len(strange)} of {len(files)} files in {folder} are left out, such as "
-                f"{shortened(strange[0])}: {_DESCRIPTION} does not name them. Predict their data "
-                "again, or remove them.",
-                DataWarning,
-                stacklevel=2,
-            )
-        last = next((name for name in reversed(known) if name in files - beside), None)
-        return None if last is None else read_kept(folder / last, known[last])
+            _warn_left_out(folder, strange, files, f"{_DESCRIPTION} does not name them")
+        foreign = []
+        try:
+            for name in [name for name in reversed(known) if name in files - beside]:
+                kept = read_kept(folder / name, known[name])
+                if kept.about.get("fit") == self.fit_digest:
+                    return kept
+                foreign.append(name)
+            return None
+        finally:
+            if foreign:
+                reason = "they are of another fit, or of an older version"
+                _warn_left_out(folder, foreign, files, reason)
+
+
+def _warn_left_out(folder: Path, names: Sequence[str], files: set[str], reason: str) -> None:
+    warnings.warn(
+        f"RUN: {len(names)} of {len(files)} files in {folder} are left out, such as "
+        f"{shortened(names[0])}: {reason}. Predict their data again, or remove them.",
+        DataWarning,
+        stacklevel=3,
+    )
+
+
+def _fit_digest(folder: Path) -> str | None:
+    """The digest of a RUN's fit, by its header or index; None where that cannot be read."""
+    path = folder / _FIT
+    try:
+        if path.is_dir():
+            return str(parse_json(read_start(path / INDEX, _MOST))["digest"])
+        return str(storage.read_header(path)["digest"])
+    except (StorageError, OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_new(folder: Path, overwrite: bool) -> None:

@@ -6,13 +6,18 @@ import itertools
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from deltabars.errors import StorageError
 from deltabars.locking import claimed, release
 
+T = TypeVar("T")
+
+_READINGS, _NAP = 50, 0.01  # of a folder that is being replaced, and seconds between them
 _FORMER = "former"
 _DRAFTS = re.compile(r"\..*\.deltabars-\d+")
 
@@ -24,8 +29,7 @@ def drafts_of(path: Path) -> Iterator[Path]:
     It is locked. So those of other writers who are at work can be told from those that killed ones
     have left, which are removed.
     """
-    names = (f".{path.name[-50:]}.deltabars-{number}" for number in itertools.count())
-    folders = (path.with_name(name) for name in names)
+    folders = (path.with_name(_draft_name(path, number)) for number in itertools.count())
     for folder in folders:
         try:
             folder.mkdir()
@@ -67,6 +71,35 @@ def take_place(draft: Path, path: Path) -> None:
         former.parent.mkdir()
         os.replace(path, former)
     os.replace(draft, path)
+
+
+def read_settled(path: Path, read: Callable[[], T]) -> T:
+    """What `read` gives of a folder; once more where another process has replaced it meanwhile."""
+    for left in reversed(range(_READINGS)):
+        before = _stamp(path)
+        try:
+            found = read()
+        except StorageError:
+            away = before is None and os.path.lexists(path.with_name(_draft_name(path, 0)))
+            if not left or (_stamp(path) == before and not away):
+                raise
+        else:
+            if not left or _stamp(path) == before:
+                return found
+        time.sleep(_NAP)
+    raise AssertionError("the last reading returns or raises")
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _draft_name(path: Path, number: int) -> str:
+    return f".{path.name[-50:]}.deltabars-{number}"
 
 
 def _remove_left(folder: Path, path: Path | None) -> None:
