@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import deltabars
-from deltabars import storage
+from deltabars import shards, storage
 from deltabars.errors import (
     CorruptFileError,
     FormatVersionError,
@@ -230,6 +230,47 @@ def test_a_likelihood_of_ones_own_is_refused_at_once(dense_case, tmp_path):
 def test_saving_twice_gives_the_same_bytes(fit, path, tmp_path):
     fit.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+FORGED = {
+    "unsorted": lambda found: found["opg.values"].copy_(found["opg.values"].flip(0)),
+    "a value that is NaN": lambda found: found["opg.values"][3:4].fill_(torch.nan),
+    "longer vectors": lambda found: found["hessian.vectors"].mul_(1.1),
+    "one longer vector": lambda found: found["hessian.vectors"][4].mul_(1.1),
+    "a vector that is NaN": lambda found: found["opg.vectors"][2, 7:8].fill_(torch.nan),
+    "a vector of zeros": lambda found: found["opg.vectors"][8].zero_(),
+    "one vector twice": lambda found: found["opg.vectors"][1].copy_(found["opg.vectors"][0]),
+    "a negative residual": lambda found: found["opg.residuals"][0:1].fill_(-1e-9),
+    "less vectors": lambda found: found.update({"opg.vectors": found["opg.vectors"][:-1]}),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_numbers_of_no_fit_are_refused_also_under_a_digest_of_their_own(
+    fit, dense_case, tmp_path, how, in_files
+):
+    path = tmp_path / "a"
+    fit.save(path, max_file_size=2000 if in_files else "5GB")
+    header, tensors = storage.read(path / "fit.safetensors" if in_files else path)
+    if in_files:
+        tensors |= {f"{name}.vectors": fit.spectra[name].vectors.clone() for name in fit.spectra}
+    FORGED[how](tensors)
+    if in_files:
+        size = fit.num_parameters
+        bounds = [(1, 0, size // 2), (2, size // 2, size)]
+        vectors = {name: tensors.pop(f"{name}.vectors") for name in fit.spectra}
+        folder = tmp_path / "b"
+        folder.mkdir()
+        parts = [
+            shards.write_part(folder, k, 2, {n: v[:, a:b] for n, v in vectors.items()}, a, b)
+            for k, a, b in bounds
+        ]
+        shards.write_index(folder, header, tensors, parts)
+    else:
+        storage.write(tmp_path / "b", header, tensors)
+    with pytest.raises(CorruptFileError, match="its content is not that of a fit"):
+        deltabars.load(tmp_path / "b", dense_case.model)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from deltabars.rounding import DTYPES
 from deltabars.vectors import PartedVectors
 
 _LONGEST_NAME = 200
+_SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
+_COMPARED, _COLUMNS = 8, 1 << 20  # vectors, and columns of them that are held at a time
 _MOST_DIMENSIONS = 25
 # Looked up here, because to ask torch for a name of a file's may import a module.
 _TYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -54,7 +56,10 @@ def check_header(header: Mapping[str, Any]) -> None:
 
 
 def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
-    """Refuse eigenpairs of other shapes than K values and vectors of `size`, or not finite.
+    """Refuse eigenpairs that no fit has, whoever computed the digest of their file.
+
+    There are K finite values in descending order, as many unit vectors of `size`, of which some
+    are looked at whether they are orthogonal, and bounds of residuals from zero on.
 
     Raises:
         ValueError: they are.
@@ -69,9 +74,13 @@ def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
             tensor: Tensor = getattr(pairs, field)
             real = tensor.dtype in (torch.float32, torch.float64)
             _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
-            _expect(bool(tensor.isfinite().all()), f"{name}.{field}")
-        _check_vectors(name, pairs.vectors, (count, size))
+            lowest = 0.0 if field.endswith("residuals") else -math.inf
+            _expect(bool((tensor.isfinite() & (tensor >= lowest)).all()), f"{name}.{field}")
+        scale = float(pairs.values.abs().max())
+        _expect(bool((pairs.values.diff() <= _SLACK * scale).all()), f"{name}.values")
         _expect(0 <= pairs.rounding < math.inf, f"{name}.{ROUNDING}")
+        slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
+        _check_vectors(name, pairs.vectors, (count, size), slack)
 
 
 def check_overlap(overlap: Tensor, shape: tuple[int, int]) -> None:
@@ -84,13 +93,27 @@ def check_overlap(overlap: Tensor, shape: tuple[int, int]) -> None:
     _expect(right and bool((overlap.abs() < 2).all()), "overlap")
 
 
-def _check_vectors(name: str, vectors: Any, shape: tuple[int, int]) -> None:
+def _check_vectors(name: str, vectors: Any, shape: tuple[int, int], slack: float) -> None:
     assert isinstance(vectors, PartedVectors)
     _expect(vectors.shape == shape, f"{name}.vectors")
+    count = shape[0]
+    some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
+    squares = torch.zeros(count, dtype=torch.float64)
+    products = torch.zeros(len(some), len(some), dtype=torch.float64)
     for part in vectors.parts:
-        # Row by row: a file of them may be larger than the memory.
-        fits = part.rows.dtype in DTYPES.values() and len(part.rows) == shape[0]
-        _expect(fits and all(bool(row.isfinite().all()) for row in part.rows), f"{name}.vectors")
+        rows = part.rows
+        _expect(rows.dtype in DTYPES.values() and len(rows) == count, f"{name}.vectors")
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        # Row by row, and some columns at a time: a file of them may be larger than the memory.
+        norms = [torch.linalg.vector_norm(row, dtype=wide) for row in rows]
+        squares += torch.stack(norms).double().square()
+        for start in range(0, rows.shape[1], _COLUMNS):
+            few = torch.stack([rows[k, start : start + _COLUMNS] for k in some]).to(wide)
+            products += (few @ few.T).double()
+    # Also where one is NaN.
+    _expect(bool(((squares.sqrt() - 1).abs() < slack).all()), f"{name}.vectors")
+    off = products - products.diag().diag()
+    _expect(bool((off.abs() < slack).all()), f"{name}.vectors")
 
 
 def _check_inputs(raw: Mapping[str, Any]) -> None:
