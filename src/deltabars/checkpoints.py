@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltabars.errors import BadValueError, StorageError
+from deltabars.errors import BadValueError, CheckpointWarning, StorageError
 from deltabars.locking import locked
 from deltabars.ranks import Ranks
 from deltabars.sessions import Session
@@ -17,6 +19,7 @@ from deltabars.snapshots import Snapshots
 from deltabars.writing import check_parent
 
 _SECONDS = 60.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,27 @@ def opened(checkpoint: Checkpoint | None, ranks: Ranks) -> Iterator[Session | No
     given = checkpoint
     if not isinstance(given, CheckpointFolder):
         given = CheckpointFolder(given)
-    if not ranks.is_first:
-        yield Session(None, given.seconds, ranks)
-        return
-    folder = Path(given.path)
+    with ExitStack() as stack:
+        snapshots, problem = None, None
+        if ranks.is_first:
+            try:
+                snapshots = _snapshots(Path(given.path), stack)
+            except StorageError as error:
+                if getattr(error.__cause__, "errno", None) not in _NO_ROOM:
+                    raise
+                problem = str(error).rstrip(".")
+        problem = ranks.agreed(problem)
+        if problem is None:
+            yield Session(snapshots, given.seconds, ranks)
+            return
+        warnings.warn(
+            f"{problem}; the fit goes on without a checkpoint.", CheckpointWarning, stacklevel=4
+        )
+        yield None
+
+
+def _snapshots(folder: Path, stack: ExitStack) -> Snapshots:
+    """The states in a folder, which is made if it does not exist, and locked."""
     if not folder.is_dir():
         check_parent(folder, "checkpoint")
         try:
@@ -66,5 +86,5 @@ def opened(checkpoint: Checkpoint | None, ranks: Ranks) -> Iterator[Session | No
             raise StorageError(
                 f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
             ) from error
-    with locked(folder):
-        yield Session(Snapshots(folder), given.seconds, ranks)
+    stack.enter_context(locked(folder))
+    return Snapshots(folder)

@@ -8,6 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deltabars.errors import CheckpointMismatchError
 from deltabars.growing import Probe
 from deltabars.likelihoods.named import told_apart
@@ -15,6 +18,7 @@ from deltabars.problem import Problem
 
 _FORMAT = 2  # of the states that solvers save: 3 would refuse those of 2
 _SAME_LOSS = 1e-3  # relative: the same network on another device
+_SAME_GRADIENT = 0.05  # likewise, of a sum in which much cancels
 _DIGESTS = ("probe", "params", "reached", "data", "weights")
 _MOST_NAMED = 4
 
@@ -59,6 +63,7 @@ def identity_of(
         "weights": weights,
         # With other code than before, the same weights may be another network.
         "mean_loss": problem.mean_loss,
+        "gradient": _seen(problem.gradient),
         "level": problem.l2,
         "reached": _digest(None if problem.reached is None else problem.reached.tolist()),
     }
@@ -85,8 +90,14 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def _same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    if name == "gradient" and name not in there:
+        return True  # of a version up to 0.5
     if name not in there or name not in here:
         return False
+    if name == "gradient" and isinstance(there[name], list):
+        norms = [math.hypot(*pair) for pair in (there[name], here[name])]
+        gap = math.dist(there[name], here[name])
+        return gap <= _SAME_GRADIENT * max(*norms, 1e-4)
     if name == "mean_loss" and isinstance(there[name], float):
         return math.isclose(there[name], here[name], rel_tol=_SAME_LOSS, abs_tol=1e-6)
     if name == "deterministic" and None in (there[name], here[name]):
@@ -98,6 +109,14 @@ def _said(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     if name in _DIGESTS and there.get(name) and here.get(name):
         return f"other {name}"
     return f"{name} was {there.get(name)!r} and is {here.get(name)!r}"
+
+
+def _seen(gradient: Tensor) -> list[float]:
+    """The norm of a gradient, and its product with a fixed vector of random signs."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2.0 - 1.0
+    plain = gradient.double().cpu()
+    return [float(plain.norm()), float(plain @ signs.double())]
 
 
 def _digest(value: Any) -> str:

@@ -55,8 +55,9 @@ def locked(
                 f"{what}: expected a folder that no other {user} uses, got {folder}, which "
                 f"{owner} is using. Wait for it to end, or give another folder."
             )
-        os.truncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk nobody is told who has it
+            os.truncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         release(handle)

@@ -131,7 +131,7 @@ class Snapshots:
         """Write a state; of its rows, those that are not on disk yet.
 
         Args:
-            last: keep no state before it.
+            last: keep no state before it, unless all its rows are those of this one.
 
         Raises:
             StorageError: it cannot be written; the states before stay as they are.
@@ -145,8 +145,10 @@ class Snapshots:
             "rows": {key: [part.epoch, *part.files] for key, part in listed.items()},
         }
         name = self._write("state", content, tensors)
-        before = {} if last else dict(list(self._states.items())[-1:])
         files = {file.name for part in listed.values() for file in part.files}
+        before = dict(list(self._states.items())[-1:])
+        if last:
+            before = {kept: its for kept, its in before.items() if its <= files}
         self._states = {**before, name: files}
         self._remove_others()
 

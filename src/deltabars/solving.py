@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +24,12 @@ from deltabars.eigen.pairs import (
     residual_tolerance,
     warn_unconverged,
 )
-from deltabars.errors import BadValueError, ConvergenceWarning, option
+from deltabars.errors import (
+    BadValueError,
+    CheckpointMismatchError,
+    ConvergenceWarning,
+    option,
+)
 from deltabars.forecasting import Forecast
 from deltabars.growing import ProbeGrowth
 from deltabars.memory import BASIS, share
@@ -124,6 +130,7 @@ def solve(
         options = replace(options, rank=min(options.rank, growth.most))
     done = None if checkpoint is None else checkpoint.finished(operator.device, growth, space)
     if done is not None:
+        _check_derivatives(name, operator, *done, options.seed)
         _warn_again(done[0])
         warn_of_audit(name, done[1], stacklevel=4)
         return _shared_out(done[0], space), done[1], {}
@@ -167,6 +174,25 @@ def solve(
     elif checkpoint is not None:
         checkpoint.finish(pairs, found, growth, space)
     return _shared_out(pairs, space), found, foreseen
+
+
+def _check_derivatives(
+    name: str,
+    operator: CurvatureOperator,
+    pairs: EigenPairs,
+    before: Mapping[str, Any],
+    seed: int,
+) -> None:
+    """Refuse pairs from a checkpoint that are not those of the matrix any more: one product."""
+    with operator.problem.network.same_bits(), full_precision(operator.device):
+        now = audit(operator.whole_matmat, operator.problem.spaces.whole, pairs, seed)
+    if not now["residual_rms"] <= max(now["residual_limit"], 2 * before["residual_rms"]):
+        raise CheckpointMismatchError(
+            f"checkpoint: expected eigenpairs of this {name}, got ‖Aq − λq‖ of "
+            f"{now['residual_rms']:.2g}, where it was {before['residual_rms']:.2g}: with the same "
+            "weights and the same loss, the derivatives of the model are others (a detach(), say). "
+            "Give another folder."
+        )
 
 
 def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
