@@ -6,6 +6,7 @@ which the processes that are forked meanwhile would share, and keep: so they clo
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -64,19 +65,28 @@ def locked(
 
 
 def claimed(folder: Path) -> int | None:
-    """The lock of a folder itself, to be released; None where another process has it.
+    """The lock of a folder itself, to be released; None where another writer has it.
 
-    So it is where the system has no such locks, and nobody can know whether one has it.
+    Where the system has no such locks it is `NO_LOCK`: nobody can know whether one has it.
     """
+    if fcntl is None:
+        return NO_LOCK
     try:
         handle = _opened(folder, os.O_RDONLY | _FOLDER | _NO_LINK)
-    except OSError:
-        return None
-    with suppress(OSError):  # it may have been removed by whoever had it
-        if _taken(handle, otherwise=False) and os.path.samestat(os.fstat(handle), folder.stat()):
+    except OSError as error:
+        is_other = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        return None if is_other else NO_LOCK
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), folder.stat()):
             return handle
+        found = None
+    except (BlockingIOError, FileNotFoundError):  # it may have been removed by whoever had it
+        found = None
+    except OSError:
+        found = NO_LOCK
     release(handle)
-    return None
+    return found
 
 
 @contextmanager
@@ -97,9 +107,9 @@ def turn(folder: Path) -> Iterator[None]:
         release(handle)
 
 
-def release(handle: int) -> None:
+def release(handle: int | None) -> None:
     """Give a lock back."""
-    if handle in _HELD:  # not so in a process that was forked meanwhile
+    if handle is not None and handle in _HELD:  # not so in a process that was forked meanwhile
         _HELD.remove(handle)
         os.close(handle)
 
@@ -110,16 +120,16 @@ def _opened(path: Path, how: int) -> int:
     return handle
 
 
-def _taken(handle: int, otherwise: bool = True) -> bool:
-    """Whether the lock of an open file could be had; `otherwise` where there are none."""
+def _taken(handle: int) -> bool:
+    """Whether the lock of an open file could be had; so it is where the system has none."""
     if fcntl is None:
-        return otherwise
+        return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return otherwise
+        return True
     return True
 
 
@@ -129,6 +139,7 @@ def _close_all() -> None:
     _HELD.clear()
 
 
+NO_LOCK = -1
 _HELD: set[int] = set()
 _NO_LINK, _FOLDER = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_DIRECTORY", 0)
 if hasattr(os, "register_at_fork"):

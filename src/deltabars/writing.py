@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from deltabars.errors import StorageError
-from deltabars.locking import claimed, release
+from deltabars.locking import NO_LOCK, claimed, release
 
 T = TypeVar("T")
 
@@ -31,15 +31,15 @@ def drafts_of(path: Path) -> Iterator[Path]:
     """
     folders = (path.with_name(_draft_name(path, number)) for number in itertools.count())
     for folder in folders:
+        is_new = True
         try:
             folder.mkdir()
-            lock = claimed(folder)
-            break
         except FileExistsError:
-            lock = claimed(folder)
-            if lock is not None:
-                _clear(folder, path)
-                break
+            is_new = False
+        lock = claimed(folder)
+        if lock is not None and (is_new or lock != NO_LOCK):
+            break
+    _clear(folder, path)
     try:
         for other in itertools.takewhile(os.path.lexists, folders):
             _remove_left(other, path)
@@ -48,8 +48,7 @@ def drafts_of(path: Path) -> Iterator[Path]:
         _clear(folder, path)
         with suppress(OSError):
             folder.rmdir()
-        if lock is not None:
-            release(lock)
+        release(lock)
 
 
 def remove_left(folder: Path) -> None:
@@ -104,7 +103,7 @@ def _draft_name(path: Path, number: int) -> str:
 
 def _remove_left(folder: Path, path: Path | None) -> None:
     lock = claimed(folder)
-    if lock is not None:
+    if lock is not None and lock != NO_LOCK:
         _clear(folder, path)
         with suppress(OSError):
             folder.rmdir()
