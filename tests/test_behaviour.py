@@ -43,7 +43,7 @@ def path(tmp_path_factory):
     "options",
     [{"mean": 0.5}, {"eps": 1e-6}, {"shift": 0.1}, {"way": torch.sin}, {"mask": 1.0},
      {"mask": -torch.inf}, {"mean": 1e-4}],
-    ids=str,
+    ids=",".join,
 )  # fmt: skip
 def test_another_function_of_the_same_weights_is_refused(path, options):
     model = tuned(**options)
