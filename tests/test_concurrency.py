@@ -581,7 +581,9 @@ def make():
 """
 
 
-def terminated(workshop, out: Path, seconds: float, overwrite: bool) -> tuple[int, str]:
+def terminated(
+    workshop, out: Path, seconds: float, overwrite: bool, number: int = signal.SIGTERM
+) -> tuple[int, str]:
     """The exit code of a fit that is told to end some time after its model was made."""
     (workshop.folder / "slow.py").write_text(SLOW)
     options = [f"{workshop.folder / 'slow.py'}:make" if "net.py" in word else word
@@ -596,16 +598,21 @@ def terminated(workshop, out: Path, seconds: float, overwrite: bool) -> tuple[in
         while "ready" not in process.stderr.readline():
             assert process.poll() is None
         time.sleep(seconds)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         return process.wait(60), process.stderr.read()
 
 
-@pytest.mark.parametrize(("seconds", "overwrite"), [(0.0, False), (0.15, True), (0.4, False)])
-def test_a_fit_that_is_terminated_leaves_no_half_a_run(seconds, overwrite, workshop, tmp_path):
+@pytest.mark.parametrize(
+    ("seconds", "overwrite", "number"),
+    [(0.0, False, signal.SIGTERM), (0.15, True, signal.SIGHUP), (0.4, False, signal.SIGTERM)],
+)
+def test_a_fit_that_is_terminated_leaves_no_half_a_run(
+    seconds, overwrite, number, workshop, tmp_path
+):
     out = tmp_path / "run"
     if overwrite:
         Run.create(out, workshop.fit(rank=5), NamedModel("a:b"), NamedData("c:d"))
-    code, said = terminated(workshop, out, seconds, overwrite)
+    code, said = terminated(workshop, out, seconds, overwrite, number)
     left = contents(tmp_path)
     whole = {"run", "run/fit.deltabars", "run/run.json"}
     assert left in (set(), whole)
@@ -613,27 +620,33 @@ def test_a_fit_that_is_terminated_leaves_no_half_a_run(seconds, overwrite, works
     if code == 1:
         assert said.splitlines()[-1] == "deltabars: terminated"
     else:  # it was done before it was told to end, or on the way out
-        assert code in (0, -signal.SIGTERM)
+        assert code == 0
         assert left == whole
     if left:
         assert deltabars.load(out / "fit.deltabars", workshop.model).rank in (5, 30)
 
 
-def test_a_library_that_makes_an_error_of_its_own_of_a_signal(workshop, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_library_that_makes_an_error_of_its_own_of_a_signal(name, workshop, tmp_path):
     """As torch does, whose constructors ask for a length and take any error for "it has none"."""
+    number = int(signal.Signals[name])
     (tmp_path / "net.py").write_text(
         "import os, signal\n\ndef make():\n    try:\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n        signal.sigtimedwait([], 10)\n"
+        f"        os.kill(os.getpid(), {number})\n        signal.sigtimedwait([], 10)\n"
         "    except BaseException:\n        raise TypeError('it has no length') from None\n"
     )
 
     def work():
+        usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        signal.signal(number, usual)
         os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), 2)
         sys.stderr = os.fdopen(2, "w", buffering=1)
         options = ["--model", f"{tmp_path / 'net.py'}:make", *workshop.options[2:]]
         sys.argv = ["deltabars", "fit", *options, "--out", str(tmp_path / "run"), "--quiet"]
         assert main() == 1
+        os.kill(os.getpid(), number)  # once more, on the way out
 
     assert end(start(work)) == 0
-    assert (tmp_path / "said").read_text() == "deltabars: terminated\n"
+    said = "interrupted" if name == "SIGINT" else "terminated"
+    assert (tmp_path / "said").read_text() == f"deltabars: {said}\n"
     assert not (tmp_path / "run").exists()

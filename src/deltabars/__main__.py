@@ -2,6 +2,10 @@
 
 import sys
 
-from deltabars.cli import main
+try:
+    from deltabars.cli import main
+except KeyboardInterrupt:
+    print("deltabars: interrupted", file=sys.stderr)
+    sys.exit(1)
 
 sys.exit(main())

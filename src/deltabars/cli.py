@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import sysconfig
-import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -54,13 +53,29 @@ class _Terminated(BaseException):
     """The process was asked to end: files that are being written are put away on the way out."""
 
 
-_terminated = threading.Event()
+_ENDINGS = {
+    number: ending
+    for name, ending in {
+        "SIGTERM": ("terminated", _Terminated),
+        "SIGHUP": ("terminated", _Terminated),
+        "SIGINT": ("interrupted", KeyboardInterrupt),
+    }.items()
+    if (number := getattr(signal, name, None)) is not None
+}
+_asked: list[str] = []
 
 
-def _terminate(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    _terminated.set()
-    raise _Terminated("the process was asked to end")
+def _end(number: int, frame: object) -> None:
+    _ignore_signals()  # one is enough
+    word, kind = _ENDINGS[number]
+    _asked.append(word)
+    raise kind("the process was asked to end")
+
+
+def _ignore_signals() -> None:
+    for number in _ENDINGS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        if arguments is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _terminate)
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        for number in _ENDINGS if arguments is None else ():
+            if signal.getsignal(number) in usual:
+                signal.signal(number, _end)
         parser, commands = make_parser()  # imports torch, which takes its time
         if not given:
             parser.print_help()
@@ -111,14 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if _terminated.is_set():  # a library made an error of its own of it
-            print("deltabars: terminated", file=sys.stderr)
+        if _asked:  # a library made an error of its own of it
+            _complain(_asked[0])
             return 1
         if debug:
             print(_printable_lines(traceback.format_exc()), end="", file=sys.stderr)
         with on_command_line(names):
             _complain(_one_line(error))
         return 1
+    finally:
+        _ignore_signals()  # on the way out of the process, which has its exit code
     return 0
 
 
