@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -187,14 +187,21 @@ class RowOperator(CurvatureOperator):
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
         return math.fsum(self.problem.ranks.gather(float(total))) * self.row_scale
 
-    def gram(self) -> Tensor:
-        """The matrix itself in float64, (P, P). Cost: N·P² operations in float64."""
+    def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
+        """The matrix itself in float64, (P, P). Cost: N·P² operations in float64.
+
+        Args:
+            on_share: called with the share of the rows that are in it.
+        """
         whole = torch.eye(self.shape[0], device=self.device, dtype=torch.float64)
         total = torch.zeros_like(whole)
+        done, here = 0, self.problem.data.num_here * self._rows_per_example
         with self.problem.network.same_bits(), full_precision(self.device):
             for block in self.row_blocks():
                 rows = block.double()
                 total.addmm_(rows.T, rows)
+                done += len(rows)
+                on_share(done / here)
         total = self.problem.ranks.sum_(total)
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 

@@ -33,7 +33,9 @@ def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPa
     check_rank(rank, size)
     statistics: dict[str, int | float | str] = {}
     if hasattr(operator, "gram"):
-        full = operator.gram()
+        full = operator.gram(
+            lambda share: None if on_step is None else on_step(max(1, int(share * size)), 0)
+        )
         check_finite(full.to(matrix.dtype))
     else:
         eye = torch.eye(size, device=matrix.device, dtype=matrix.dtype)
