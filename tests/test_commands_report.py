@@ -87,6 +87,23 @@ def test_the_printed_python_writes_the_same_page(place):
     assert (place / "a.html").read_text() == (place / "b.html").read_text()
 
 
+def test_predictions_with_less_than_the_fit_has(place):
+    """The page of a kept prediction is of that one, however it was asked for."""
+    for asked, said in ((("--rank", "5"), "K = 5"), (("--low-rank",), "the K pairs alone")):
+        ours = ("--data", "pictures", "--quiet", "--device", "cpu", *asked)
+        assert main(["rank", "run", *ours]) == 0
+        assert report("--out", "a.html", "--data", "pictures", *asked) == 0
+        assert main(["predict", "run", *ours]) == 0
+        printed = StringIO()
+        with redirect_stdout(printed):
+            assert report("--out", "b.html", "--print-python") == 0
+        exec(compile(printed.getvalue(), "printed", "exec"), {})
+        assert report("--out", "c.html") == 0
+        page = (place / "c.html").read_text()
+        assert said in page
+        assert (place / "b.html").read_text() == page
+
+
 def test_a_loader_of_ones_own(place, capsys):
     (place / "data.py").write_text(DATA)
     assert report("--data", "data.py:loader", "--out", "report.html", "--json") == 0

@@ -29,6 +29,13 @@ def fit_lines(options: argparse.Namespace, *imports: str) -> list[str]:
     ]
 
 
+def is_latest(options: argparse.Namespace) -> bool:
+    """Whether a command without data is about the last prediction of the RUN."""
+    if is_data_named(options) or asked_of(options):
+        return False
+    return open_run(options).latest() is not None
+
+
 def prediction_lines(
     options: argparse.Namespace, *imports: str, default_is_latest: bool = False
 ) -> list[str]:

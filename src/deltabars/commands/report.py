@@ -7,9 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deltabars.commands.loading import prediction_lines
+from deltabars.commands.loading import is_latest, prediction_lines
 from deltabars.commands.options import DATA_HELP, add_asked, add_data, add_output, add_run
-from deltabars.commands.predicting import find_or_predict, load_fit, open_run, subject
+from deltabars.commands.predicting import (
+    arguments_for,
+    find_or_predict,
+    load_fit,
+    open_run,
+    subject,
+)
 from deltabars.commands.python import Code, call, program
 from deltabars.errors import BadValueError
 from deltabars.writing import check_can_write
@@ -76,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
         source.inputs(fit.signature),
         targets=kept.targets,
         prediction=kept.prediction,
+        asked=kept.about["asked"],
         classes=found.classes,
         names=kept.names,
         pictures=source.picture,
@@ -92,6 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
+    asked = arguments_for(options, open_run(options))
     return program(
         *prediction_lines(
             options, "from deltabars.report.page import save_report", default_is_latest=True
@@ -103,6 +111,7 @@ def python(options: argparse.Namespace) -> str:
             Code("source.inputs(fit.signature)"),
             targets=Code("targets"),
             prediction=Code("prediction"),
+            asked=Code('kept.about["asked"]') if is_latest(options) else asked or None,
             classes=Code("run.classes"),
             names=Code("names"),
             data=Code("data.spec"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitted import DeltaFit
+from deltabars.predicting import check_asked
 from deltabars.prediction import Prediction
 from deltabars.progress import Progress
 from deltabars.report.page.assembling import assemble
@@ -33,6 +34,7 @@ def save_report(
     *,
     targets: Any = None,
     prediction: Prediction | None = None,
+    asked: Mapping[str, Any] | None = None,
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     pictures: Callable[[int], Any] | None = None,
@@ -58,6 +60,8 @@ def save_report(
         targets: class numbers (B,) (Bernoulli and Gaussian: (B, C)); those that come with the
             inputs by default, if any do.
         prediction: that of these inputs, where it is at hand; else it is computed.
+        asked: the arguments of `fit.predict` that the prediction was, or is to be, made with:
+            `{"rank": 5, "estimator": "opg", "full_rank": False, "classes": "top5"}`, or some of it.
         classes: the names of the C classes; their numbers by default.
         names: the names of the B inputs, such as their files'.
         pictures: a function from the place of an input to its picture, bytes (H, W) or (H, W, 3).
@@ -68,7 +72,7 @@ def save_report(
             with one (`"text"`, `"sentence"`, …), as Hugging Face has them.
         rows: how many inputs are in the page at most: the gallery's, those with the highest scores,
             and a sample of the others.
-        ranks: the K's at which scores are shown as they settle; about ten by default, an empty
+        ranks: the K's at which scores are shown as they settle; by default about ten, an empty
             list for none.
         progress: show a bar.
 
@@ -82,30 +86,53 @@ def save_report(
     target = _check_path(path)
     if not is_whole(rows) or rows < 1:
         raise BadValueError(f"rows: expected a whole number from 1 on, got {rows!r}.")
-    steps = choose_ranks(ranks, fit.rank)
+    asked = dict(asked or {})
+    if odd := sorted(asked.keys() - {"estimator", "rank", "full_rank", "classes"}):
+        raise BadValueError(
+            f"asked: expected estimator, rank, full_rank or classes of fit.predict, got {odd}."
+        )
+    used = check_asked(
+        fit, **{name: asked[name] for name in ("estimator", "rank") if name in asked}
+    )[1]
+    steps = choose_ranks(ranks, used)
     library, version = _plotly()
     source = Source.of(inputs, fit.signature)
     if prediction is None:
-        prediction, found = _predict(fit, source, progress)
+        prediction, found = _predict(fit, source, asked, progress)
         targets = found if targets is None else targets
     elif targets is None:
         targets = source.targets()
-    subject = check_subject(fit, prediction, targets, classes, names, len(source))
+    subject = check_subject(fit, prediction, asked, targets, classes, names, len(source))
     shelves = choose_shelves(subject, rows)
     places = choose_rows(subject, rows, shelves)
-    settling, images = settle(fit, source, subject.prediction, places, steps, pictures, progress)
+    settling, images = settle(
+        fit, source, subject.prediction, asked, places, steps, pictures, progress
+    )
     table = rows_of(subject, places, settling, images, texts_of(inputs, texts, places, len(source)))
     model = type(fit.network.model).__name__
-    about = [*([data] if data else []), f"{model}, {fit.estimator}", f"{date.today():%d %B %Y}"]
+    about = [
+        *([data] if data else []),
+        f"{model}, {asked.get('estimator', fit.estimator)}",
+        *_how(asked),
+        f"{date.today():%d %B %Y}",
+    ]
     write_text(target, assemble(subject, table, shelves, str(title), about, library, version))
 
 
-def _predict(fit: DeltaFit, source: Source, progress: bool) -> tuple[Prediction, Tensor | None]:
+def _how(asked: Mapping[str, Any]) -> list[str]:
+    """What stands below the heading of a prediction with less than the fit has."""
+    how = [f"K = {asked['rank']}"] if "rank" in asked else []
+    return how + (["the K pairs alone"] if asked.get("full_rank") is False else [])
+
+
+def _predict(
+    fit: DeltaFit, source: Source, asked: Mapping[str, Any], progress: bool
+) -> tuple[Prediction, Tensor | None]:
     """The prediction of all inputs, and the targets that come with them: one pass."""
     quiet, parts, targets, done = silent(fit), [], [], 0
     with Progress("Predicting", len(source), "input", progress) as bar:
         for batch in source.batches():
-            parts.append(quiet.predict(batch.inputs).to("cpu"))
+            parts.append(quiet.predict(batch.inputs, **asked).to("cpu"))
             targets.append(batch.targets)
             done += len(batch)
             bar.show(done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,7 @@ def settle(
     fit: DeltaFit,
     source: Source,
     prediction: Prediction,
+    asked: Mapping[str, Any],
     places: Sequence[int],
     ranks: Sequence[int],
     pictures: Pictures | None,
@@ -66,13 +67,15 @@ def settle(
 ) -> tuple[Settling, list[str]]:
     """Scores of some inputs at several ranks, and their pictures (an empty list if there are none).
 
-    Inputs are read once, in chunks. Cost: a prediction of these inputs for each rank.
+    Inputs are read once, in chunks. `asked` are the arguments that the prediction was made with.
+    Cost: a prediction of these inputs for each rank.
 
     Raises:
         BadValueError: the scores with all pairs are not those of `prediction`.
     """
     quiet = silent(fit)
-    asked = _asked_classes(prediction)
+    how = {**asked, "classes": _asked_classes(prediction), "moderation": None}
+    last = how.pop("rank", fit.rank)
     scores: list[Tensor] = []
     images: list[str] = []
     side = longest_side(len(places))
@@ -82,7 +85,7 @@ def settle(
             batch = source.read(chosen)
             at_ranks = []
             for k in ranks:
-                found = quiet.predict(batch.inputs, rank=k, moderation=None, classes=asked)
+                found = quiet.predict(batch.inputs, rank=k, **how)
                 at_ranks.append(torch.stack([found.score, found.score_low, found.score_high]))
             if at_ranks:
                 scores.append(torch.stack(at_ranks, -1).cpu())  # (3, chunk, R)
@@ -93,7 +96,7 @@ def settle(
                 images += drawn(seen, side)
             bar.show(start + len(chosen))
     whole = torch.cat(scores, 1) if scores else torch.empty(3, len(places), 0)
-    if fit.rank in ranks:
+    if last in ranks:
         _check_agreement(whole[0, :, -1], prediction.score[torch.as_tensor(places)])
     return Settling(list(ranks), *whole), images
 
@@ -112,6 +115,6 @@ def _check_agreement(computed: Tensor, told: Tensor) -> None:
     if bool(off.any()):
         raise BadValueError(
             f"prediction: expected fit.predict(inputs) of these inputs, got {int(off.sum())} of "
-            f"{len(off)} scores that differ from the fit's own. Give the prediction by the fit's "
-            "estimator and in the order of the inputs, or none."
+            f"{len(off)} scores that differ from the fit's own. Give the prediction in the order "
+            "of the inputs, with asked= if fit.predict had arguments, or none."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class Subject:
 def check_subject(
     fit: DeltaFit,
     prediction: Prediction,
+    asked: Mapping[str, Any],
     targets: Any,
     classes: Sequence[str] | None,
     names: Sequence[str] | None,
@@ -76,7 +77,9 @@ def check_subject(
         wide = impossible(prediction.mean, prediction.std)
         prediction = replace(prediction, impossible=wide, saturated=flat)
     if prediction.judgement is None:
-        prediction = prediction.judged_by(Evidence.of(fit, fit.rank, fit.estimator))
+        prediction = prediction.judged_by(
+            Evidence.of(fit, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
+        )
     known = None if targets is None else _check_targets(fit, prediction, targets)
     return Subject(
         fit,
