@@ -241,6 +241,7 @@ class TestTables:
     def test_numbers_as_targets(self, place):
         for values, likelihood, outputs in (
             (np.arange(60) % 3, "categorical", 3), (np.linspace(-1, 1, 60), "gaussian", 1),
+            (np.arange(60) % 7 - 3, "gaussian", 1),
         ):  # fmt: skip
             place.assign(kind=values).to_csv("train.csv", index=False)
             options = ("--target", "kind", "--likelihood", likelihood)

@@ -191,6 +191,8 @@ def run(options: argparse.Namespace) -> None:
     known = signature(check_arguments).parameters
     check_arguments(network, **{name: value for name, value in arguments.items() if name in known})
     source = data.load()
+    if _is_regression(options):
+        source = source.with_real_targets()
     check_together(network, source, data)
     count = f", {len(source):,} examples" if len(source) else ""
     sayer(options.quiet)(f"{model.spec} and {data.spec}{count}")
@@ -235,7 +237,7 @@ def python(options: argparse.Namespace) -> str:
         "from deltabars.sources import NamedData, NamedModel",
         f"\nmodel = {made(named_model(options))}",
         f"data = {made(named_data(options))}",
-        "source = data.load()",
+        "source = data.load()" + ".with_real_targets()" * _is_regression(options),
         "fit = " + call("deltabars.fit", Code("model.load()"), Code("source.data"), **arguments),
         call(
             "Run.create",
@@ -312,6 +314,10 @@ def _loss(options: argparse.Namespace) -> dict[str, Any] | None:
     given = {name: value for name, value in given.items() if value is not None}
     name = options.loss or options.likelihood
     return {"name": name or "ce", **given} if name or given else None
+
+
+def _is_regression(options: argparse.Namespace) -> bool:
+    return (options.loss or options.likelihood) in ("mse", "gaussian")
 
 
 def _how_kept(options: argparse.Namespace) -> dict[str, Any]:

@@ -88,6 +88,16 @@ class Source:
         numbers = torch.tensor([own[name] for name in given])
         return replace(self.relabel(numbers), classes=classes)
 
+    def with_real_targets(self) -> Source:
+        """The same data whose whole numbers are real ones, for a regression.
+
+        Of tensors without names of classes; other data are as they are.
+        """
+        whole, data = self.targets, self.data
+        if whole is None or whole.is_floating_point() or self.classes or type(data) is not tuple:
+            return self
+        return replace(self, data=(data[0], whole.float()), targets=whole.float())
+
     def check_ordered(self) -> None:
         """Refuse data without an order, in which an input's number means nothing."""
         if not self.ordered:
