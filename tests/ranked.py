@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import deltabars
 from deltabars import watching
-from deltabars.errors import LossWarning, OptimumWarning, SpectrumWarning
+from deltabars.errors import DataWarning, LossWarning, OptimumWarning, SpectrumWarning
 from deltabars.recipes.digits import train_to_convergence
 from tests.stopping import start
 
@@ -177,4 +177,5 @@ def fit(model: nn.Module, data: Any, **options: Any) -> deltabars.DeltaFit:
         warnings.simplefilter("ignore", OptimumWarning)
         warnings.simplefilter("ignore", SpectrumWarning)
         warnings.simplefilter("ignore", LossWarning)
+        warnings.simplefilter("ignore", DataWarning)
         return deltabars.fit(model, data, **{"l2": L2, "rank": 12, "progress": False, **options})

@@ -181,6 +181,13 @@ def _joined(things: list[Any]) -> Any:
     return default_collate([thing.example for thing in things])
 
 
+def _partly_labelled(make: Any, data: tuple[Tensor, Tensor], rank: int, count: int) -> Any:
+    """Each of them twice, the first time without a target: one of two ranks would have none."""
+    inputs, targets = (part.repeat_interleave(2, 0) for part in data)
+    targets[::2] = -100
+    return make((inputs, targets), rank, count)
+
+
 # The data of one rank, from those of all.
 DATA: dict[str, Callable[[Any, int, int], Any]] = {
     "tensors": lambda data, rank, count: data,
@@ -213,6 +220,18 @@ DATA: dict[str, Callable[[Any, int, int], Any]] = {
     ),
     "mappings": lambda data, rank, count: DataLoader(_Plain(data, names=True), batch_size=7),
     "mapping": lambda data, rank, count: {"input": data[0], "labels": data[1]},
+    **{
+        f"{kind}, some without a target": partial(_partly_labelled, make)
+        for kind, make in {
+            "tensors": lambda data, rank, count: data,
+            "dataset": lambda data, rank, count: _Plain(data),
+            "loader": lambda data, rank, count: DataLoader(
+                TensorDataset(*data), batch_size=9, shuffle=True
+            ),
+            "distributed sampler": _sampled,
+            "shards": _cut,
+        }.items()
+    },
 }
 
 

@@ -122,3 +122,8 @@ class TestData:
         assert sources["shards"] == sources["stream"] == sources["batches"] == "own"
         assert counts["tensors"] == counts["distributed sampler"] == [51, 50]
         assert counts["shards"] == [94, 7]
+        assert counts["shards, some without a target"] != [94, 7]
+        for kind in ("tensors", "dataset", "loader", "distributed sampler"):
+            found = two[0][1][f"{kind}, some without a target"]
+            assert found["ranks"]["examples"] == [51, 50]
+            assert found["fingerprint"] == two[0][1]["tensors"]["fingerprint"]

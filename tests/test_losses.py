@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import deltabars
 from deltabars import Problem
 from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
-from deltabars.errors import BadValueError, DeltaBarsError, LossWarning
+from deltabars.errors import BadValueError, DataWarning, DeltaBarsError, LossWarning
 from deltabars.likelihoods import Bernoulli, Categorical, Gaussian
 from tests.networks import make_targets, minimise
 from tests.oracles import Oracle
@@ -285,6 +285,120 @@ def test_files_hold_what_the_likelihood_is(kind, tmp_path):
     assert (stored == "categorical") == (kind == "CE")  # as older versions write and read it
 
 
+WITHOUT_TARGET = {
+    "the usual": nn.CrossEntropyLoss(),
+    "another": nn.CrossEntropyLoss(ignore_index=255),
+    "a class": nn.CrossEntropyLoss(ignore_index=2),
+    "sum": nn.CrossEntropyLoss(ignore_index=255, reduction="sum"),
+    "weighted, smoothed": nn.CrossEntropyLoss(
+        CLASS_WEIGHTS, ignore_index=-1, label_smoothing=0.2
+    ),
+    "weighted, smoothed, a class": nn.CrossEntropyLoss(
+        CLASS_WEIGHTS, ignore_index=1, label_smoothing=0.2
+    ),
+}  # fmt: skip
+
+
+def partly_labelled(module, batch=5):
+    """A network at the optimum of a module, and data of which some have no target.
+
+    The first batch has none, of the others every third; they are far from the rest.
+    """
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    inputs = torch.randn(31, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, CLASSES, (31,), generator=generator)
+    none = (torch.arange(31) < batch) | (torch.arange(31) % 3 == 0)
+    targets[none] = module.ignore_index
+    none = targets == module.ignore_index
+    inputs[none] *= 20
+    l2 = 0.15 * (1 if module.reduction == "mean" else int((~none).sum()))
+    minimise(model, lambda: module(model(inputs), targets), l2)
+    return model, inputs, targets, ~none, l2
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.LossWarning")
+@pytest.mark.parametrize("kind", WITHOUT_TARGET)
+@pytest.mark.parametrize("estimator", ["opg", "ggn", "hessian"])
+def test_examples_without_a_target_count_nothing(kind, estimator):
+    module = WITHOUT_TARGET[kind]
+    model, inputs, targets, some, l2 = partly_labelled(module)
+    size = sum(weight.numel() for weight in model.parameters())
+
+    def fitted(data, **options):
+        return deltabars.fit(
+            model, data, l2=l2, likelihood=module, estimator=estimator, rank=size, progress=False,
+            **options,
+        )  # fmt: skip
+
+    said = pytest.warns(DataWarning, match=f"got {int((~some).sum())} that are -100")
+    usual = module.ignore_index == -100
+    clean = fitted((inputs[some], targets[some]))
+    theirs = clean.predict(inputs)
+    for data, budget in (
+        ((inputs, targets), None),
+        ({"input": inputs, "labels": targets}, None),
+        (DataLoader(TensorDataset(inputs, targets), batch_size=5), 20_000),  # read again each time
+    ):
+        with said if usual else nullcontext():
+            fit = fitted(data, **({} if budget is None else {"memory_budget": budget}))
+        assert fit.num_examples == clean.num_examples == int(some.sum())
+        assert fit.diagnostics["examples_left_out"] == int((~some).sum())
+        for name in ("data_fingerprint", "train_accuracy", "parameters_reached"):
+            assert fit.diagnostics[name] == clean.diagnostics[name]
+        ours = fit.predict({"input": inputs} if isinstance(data, dict) else inputs)
+        if budget is None:
+            assert torch.equal(fit.spectra[estimator].values, clean.spectra[estimator].values)
+            assert torch.equal(ours.std, theirs.std)
+            assert fit.diagnostics["cost"] == clean.diagnostics["cost"]
+        torch.testing.assert_close(ours.std, theirs.std, rtol=1e-10, atol=0)
+        assert fit.l2 == clean.l2
+        assert fit.effective_parameters == pytest.approx(clean.effective_parameters, rel=1e-12)
+    assert clean.diagnostics["examples_left_out"] == 0
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.LossWarning")
+@pytest.mark.parametrize("kind", WITHOUT_TARGET)
+def test_the_cost_is_that_of_torch_where_examples_have_no_target(kind):
+    module = WITHOUT_TARGET[kind]
+    model, inputs, targets, some, l2 = partly_labelled(module)
+    problem = Problem(model, (inputs, targets), module, l2=l2)
+    factor = 1 if module.reduction == "mean" else int(some.sum())
+    value = float(module(model(inputs), targets).detach())
+    assert problem.mean_loss == pytest.approx(value / factor, rel=1e-12)
+    assert problem.relative_gradient < 1e-6
+    parameters = list(model.named_parameters())
+
+    def cost(vector):
+        parts = vector.split([value.numel() for _, value in parameters])
+        given = {
+            name: part.view_as(value) for (name, value), part in zip(parameters, parts, strict=True)
+        }
+        found = module(torch.func.functional_call(model, given, (inputs,)), targets)
+        return (found + 0.5 * l2 * vector.square().sum()) / factor
+
+    whole = torch.autograd.functional.hessian(cost, problem.network.point)
+    torch.testing.assert_close(HessianOperator(problem).to_dense(), whole, rtol=0, atol=1e-10)
+
+
+def test_what_reads_data_again_leaves_out_the_same_examples(tmp_path):
+    module = nn.CrossEntropyLoss(ignore_index=9)
+    model, inputs, targets, some, l2 = partly_labelled(module)
+    full, clean = (inputs, targets), (inputs[some], targets[some])
+    loader = DataLoader(TensorDataset(*full), batch_size=5)
+    fit = deltabars.fit(model, full, l2=l2, likelihood=module, rank=6, progress=False)
+    fit.save(tmp_path / "a")
+    fit = deltabars.load(tmp_path / "a", model)
+    assert fit.diagnostics["examples_left_out"] == int((~some).sum())
+    certified = [fit.certify(inputs, data, tolerance=0.01).std for data in (full, loader, clean)]
+    assert torch.equal(certified[0], certified[1])
+    assert torch.equal(certified[0], certified[2])
+    tuned = [fit.tune_l2(data, "validation") for data in (full, loader, clean)]
+    for one in tuned[:2]:
+        torch.testing.assert_close(one.values, tuned[2].values, rtol=1e-9, atol=0)
+
+
 def refused(match, likelihood, targets=None, outputs=CLASSES):
     case = trained("CE")
     model = nn.Linear(4, outputs).double()
@@ -333,8 +447,8 @@ CATEGORICAL, BERNOULLI, GAUSSIAN = "categorical", "bernoulli", "gaussian"
         (CATEGORICAL, lambda y: y.double(), 3, r"\.long\(\).*'bernoulli' .*or 'gaussian'"),
         (CATEGORICAL, lambda y: functional.one_hot(y, 3), 3, r"argmax\(1\); for several labels"),
         (CATEGORICAL, lambda y: y % 2, 1, r"likelihood='bernoulli' and targets of shape \(N, 1\)"),
-        (CATEGORICAL, lambda y: y.where(y > 0, -100), 3, "that are ignore_index=-100. Leave those"),
-        (nn.CrossEntropyLoss(ignore_index=2), lambda y: y, 3, r"got \d+ of 23 that are ignore_in"),
+        (CATEGORICAL, lambda y: y * 0 - 100, 3, "got none: all 23 have no target"),
+        (nn.CrossEntropyLoss(ignore_index=7), lambda y: y.where(y > 0, -100), 3, "got -100. Class"),
         (Categorical((0, 0, 1)), lambda y: y * 0, 3, "got weight 0 for every class in the data"),
         (BERNOULLI, lambda y: y, 3, r"\(23, 3\).*got \(23,\). For class numbers use .*categorical"),
         (BERNOULLI, lambda y: FLOAT, 3, "For class numbers use .* For real numbers use 'gaussian'"),

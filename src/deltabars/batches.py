@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from deltabars.errors import DataError, first_line
 from deltabars.inputs import Inputs, Signature, leaves, map_leaves
 
 LABELS = ("labels", "label")  # of which the first that is there has the targets
+
+# From the targets of a batch to a mask of those that are some, or None for all of them.
+Counted = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,10 @@ class Batch:
         """The same examples in batches of at most `size`."""
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
+
+    def having(self, counts: Tensor | None) -> Batch:
+        """The examples that count by a mask (B,), which may be none of them; all without a mask."""
+        return self if counts is None else self.rows(counts.cpu())
 
     def rows(self, index: slice | Tensor) -> Batch:
         """The examples that `index` selects."""
@@ -49,9 +56,9 @@ class Batch:
             return Batch(map_leaves(lambda leaf: move(leaf, dtype), self.inputs), targets)
 
 
-def labelled(raw: Any) -> Batch:
+def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
     """A training batch: `(inputs, targets)`, `(input, input, …, targets)`, or a mapping with
-    `labels` or `label`.
+    `labels` or `label`. Of examples, those alone that have a target (see `Likelihood.counted`).
     """
     if isinstance(raw, Mapping):
         key = label_key(raw)
@@ -76,7 +83,7 @@ def labelled(raw: Any) -> Batch:
         raise DataError(
             f"Data: expected one target for each of {count} inputs, got targets of shape {shape}."
         )
-    return batch
+    return batch.having(counted(batch.targets))
 
 
 def unlabelled(raw: Any, signature: Signature) -> Batch:
@@ -220,7 +227,7 @@ def _flat(data: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _flat(_as_tensor_tree(value))]
 
 
-def cut(data: Any, index: slice) -> Any:
+def cut(data: Any, index: slice | Tensor) -> Any:
     """Some of the examples of fixed data."""
     if isinstance(data, Tensor):
         return data[index]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltabars.batches import (
     Batch,
+    Counted,
     as_tensors,
     check_can_be_read_again,
     is_fixed,
@@ -35,13 +36,15 @@ class TrainingData:
     time at once, to make sure that a pass repeats (in any order). The order of a loader that
     shuffles with torch's own generator is another one on each pass, and the same ones each time.
 
-    Where there are several ranks, each reads its own part (see `splitting`).
+    Where there are several ranks, each reads its own part (see `splitting`). Examples without a
+    target are left out as they are read, on every pass: all else is that of the others alone.
 
     Attributes:
         num_examples: N, on all ranks.
         num_here: on this one; `counts` has them for every rank.
         fingerprint: of all examples, in any order.
         source: how the ranks came to their parts.
+        left_out: how many examples have no target, on all ranks.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class TrainingData:
         budget: int,
         report: Callable[[int, str], None] = lambda done, what: None,
         ranks: Ranks | None = None,
+        counted: Counted = lambda targets: None,
     ) -> None:
         data = as_tensors(data)
         check_can_be_read_again(data)
@@ -61,44 +65,77 @@ class TrainingData:
         self._passes = 0
         self._device = device
         self._dtype = dtype
-        kept: list[Batch] | None = []
-        fixed = is_fixed(self._data)
-        used = 0
-        self.num_here, self._fingerprint_here = 0, 0
-        signature: Signature | None = None
-        for batch in self._read():
-            batch = batch.to(device)
-            _check_finite(batch)
-            found = Signature.of(batch.inputs)
-            signature = found if signature is None else signature.merge(found)
-            self.num_here += len(batch)
-            self._fingerprint_here = _add(self._fingerprint_here, batch)
-            report(self.num_here, "read")
-            batch = batch.to(device, dtype)
-            used += _bytes(batch)
-            if kept is not None and not fixed:
-                kept.append(batch)
-            if used > budget:
-                kept = None
-        if signature is None or self.num_here == 0:
-            raise DataError("Data: expected at least one example, got none: the data are empty.")
-        self.in_memory = kept is not None
-        if not fixed:
-            self._check_repeats(report)
-        elif kept is not None:
-            kept = [labelled(self._data).to(device, dtype)]  # the tensors themselves, not a copy
-        self._kept = None if kept is None else _join(kept, signature)
-        everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature))
+        self._counted = counted
+        signature, left_out = self._look(budget, report)
+        everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature, left_out))
+        gone = [places for *_, places in everywhere]
+        self.left_out = sum(map(len, gone))
+        if self.left_out and part.pick is not None:  # split the others alone, so that all get some
+            counts = torch.ones(sum(found[0] for found in everywhere) + self.left_out).bool()
+            for rank, places in enumerate(gone):
+                counts[places * ranks.count + rank] = False
+            self._data = part.among(counts.nonzero().squeeze(1).tolist(), ranks).data
+            signature, left_out = self._look(budget, report)
+            everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature, left_out))
+        if any(found[2] is None for found in everywhere):
+            why = f"all {self.left_out} have no target" if self.left_out else "the data are empty"
+            raise DataError(f"Data: expected at least one example, got none: {why}.")
         if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < ranks.count:
             raise DataError(
                 f"Data: expected a part of them on each of {ranks.count} ranks, got the same "
                 f"{self.num_here} examples on all. Split the stream by rank, or give a Dataset, "
                 "which is split here."
             )
-        self.counts = [count for count, _, _ in everywhere]
+        self.counts = [count for count, *_ in everywhere]
         self.num_examples = sum(self.counts)
-        self.fingerprint = sum(fingerprint for _, fingerprint, _ in everywhere) % 2**64
-        self.signature = reduce(Signature.merge, [found for _, _, found in everywhere])
+        self.fingerprint = sum(found[1] for found in everywhere) % 2**64
+        self.signature = reduce(Signature.merge, [found[2] for found in everywhere])
+
+    def _look(
+        self, budget: int, report: Callable[[int, str], None]
+    ) -> tuple[Signature | None, Tensor]:
+        """Check, count and keep the examples that are here, in a first pass.
+
+        Returns:
+            What an input is made of, None where there are none; and the indices of the examples
+            that are left out, among all those that are here.
+        """
+        kept: list[Batch] | None = []
+        fixed = is_fixed(self._data)
+        used = read = 0
+        self.num_here, self._fingerprint_here, self._kept = 0, 0, None
+        signature: Signature | None = None
+        left_out = [torch.zeros(0, dtype=torch.int64)]
+        for raw in self._raw():
+            whole = labelled(raw)
+            assert whole.targets is not None
+            counts = self._counted(whole.targets)
+            if counts is not None:
+                left_out.append(read + (~counts).nonzero().squeeze(1).cpu())
+            read += len(whole)
+            batch = whole.having(counts).to(self._device)
+            if not len(batch):
+                continue
+            _check_finite(batch)
+            found = Signature.of(batch.inputs)
+            signature = found if signature is None else signature.merge(found)
+            self.num_here += len(batch)
+            self._fingerprint_here = _add(self._fingerprint_here, batch)
+            report(self.num_here, "read")
+            batch = batch.to(self._device, self._dtype)
+            used += _bytes(batch)
+            if kept is not None and not fixed:
+                kept.append(batch)
+            if used > budget:
+                kept = None
+        self.in_memory = kept is not None
+        if signature is not None and not fixed:
+            self._check_repeats(report)
+        elif signature is not None and kept is not None:  # the tensors themselves, not a copy
+            kept = [labelled(self._data, self._counted).to(self._device, self._dtype)]
+        if signature is not None and kept is not None:
+            self._kept = _join(kept, signature)
+        return signature, torch.cat(left_out)
 
     @property
     def is_uniform(self) -> bool:
@@ -124,11 +161,14 @@ class TrainingData:
             raise DataError(f"Data: expected {self.num_here} examples on every pass, got {count}.")
 
     def _read(self) -> Iterator[Batch]:
-        self._passes += 1  # another seed for each: what is random in the data must not be hidden
-        for raw in with_own_numbers(iterate(self._data, _READ_SIZE), self._passes):
-            batch = labelled(raw)
+        for raw in self._raw():
+            batch = labelled(raw, self._counted)
             if len(batch):
                 yield batch
+
+    def _raw(self) -> Iterator[Any]:
+        self._passes += 1  # another seed for each: what is random in the data must not be hidden
+        return iter(with_own_numbers(iterate(self._data, _READ_SIZE), self._passes))
 
     def _check_repeats(self, report: Callable[[int, str], None]) -> None:
         count, fingerprint = 0, 0

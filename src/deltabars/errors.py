@@ -168,7 +168,7 @@ class MemoryWarning(DeltaBarsWarning):
 
 
 class DataWarning(DeltaBarsWarning):
-    """The data can be used, but something in their folder was left out, or looks wrong."""
+    """The data can be used, but something of them was left out, or looks wrong."""
 
 
 class CheckpointWarning(DeltaBarsWarning):

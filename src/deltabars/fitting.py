@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,11 +24,11 @@ from deltabars.describing import REACH, SANDWICH
 from deltabars.effective import distance_from_optimum
 from deltabars.eigen import EigenPairs
 from deltabars.eigen.pairs import check_rank
-from deltabars.errors import BadValueError, ModelError, option
+from deltabars.errors import BadValueError, DataWarning, ModelError, option
 from deltabars.fitted import DeltaFit
 from deltabars.growing import Probe, is_automatic
 from deltabars.identity import identity_of
-from deltabars.likelihoods import Likelihood, Loss
+from deltabars.likelihoods import Categorical, Likelihood, Loss
 from deltabars.manifest import manifest
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
@@ -253,7 +254,9 @@ def fit(
             "torch": record["torch"],
             "device": record["device"],
             "seconds_reading": time.perf_counter() - started,
+            "examples_left_out": problem.data.left_out,
         }
+        _warn_of_examples_left_out(problem)
         sent = ranks.messages, ranks.bytes
         chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
         if session is not None:
@@ -335,6 +338,20 @@ def _interval_reach(fit: DeltaFit) -> dict[str, Any]:
     found = fit.covariance_of(SANDWICH, fit.rank)
     assert isinstance(found, SandwichCovariance)
     return {SANDWICH: {REACH: found.interval_reach}}
+
+
+def _warn_of_examples_left_out(problem: Problem) -> None:
+    """Warn where torch's own `ignore_index`, which nobody may have meant, leaves examples out."""
+    likelihood, count = problem.likelihood, problem.data.left_out
+    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
+    if count and usual and problem.ranks.is_first:
+        warnings.warn(
+            f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
+            "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and has the "
+            f"{problem.num_examples:,} others.",
+            DataWarning,
+            stacklevel=3,
+        )
 
 
 def check_arguments(

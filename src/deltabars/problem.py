@@ -141,7 +141,9 @@ class Problem:
             )
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
-        self.data = TrainingData(data, self.device, self.dtype, room, report, self.ranks)
+        self.data = TrainingData(
+            data, self.device, self.dtype, room, report, self.ranks, self.likelihood.counted
+        )
         self.num_outputs = 0  # until the model is probed
         advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,17 @@ class Part:
         source: `"whole"` without other ranks; `"split"` where all were given the same data, which
             are dealt out in turn; `"sampler"` where a DistributedSampler deals them out; `"own"`
             where each rank was given its own.
+        pick: where examples are split in turn, what gives the data of some of their indices alone.
     """
 
     data: Any
     source: str
+    pick: Callable[[Sequence[int]], Any] | None = None
+
+    def among(self, indices: Sequence[int], ranks: Ranks) -> Part:
+        """The part of this rank where the examples with these indices alone are split."""
+        assert self.pick is not None
+        return replace(self, data=self.pick(_dealt(indices, ranks)))
 
 
 def own_part(data: Any, ranks: Ranks) -> Part:
@@ -61,11 +69,12 @@ def own_part(data: Any, ranks: Ranks) -> Part:
         if not _is_same(data, count, ranks):
             return Part(data, "own")
         _check_enough(count, ranks)
-        return Part(cut(data, slice(ranks.rank, None, ranks.count)), "split")
+        own = cut(data, slice(ranks.rank, None, ranks.count))
+        return Part(own, "split", lambda some: cut(data, torch.as_tensor(some)))
     if _is_dataset(data):
         if not _is_same(data, len(data), ranks):
             return Part(data, "own")
-        return Part(Subset(data, _dealt(range(len(data)), ranks)), "split")
+        return _split(len(data), ranks, partial(Subset, data))
     same_everywhere(ranks, None)  # the others may be comparing: it is their turn as well
     return Part(data, "own")
 
@@ -82,7 +91,7 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
         count = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.drop_last:
             count = min(count, sampler.total_size)
-        return Part(_with(loader, range(sampler.rank, count, sampler.num_replicas)), "sampler")
+        return _split(count, ranks, partial(_with, loader), "sampler")
     if not _is_dataset(dataset) or loader.batch_size is None:
         same_everywhere(ranks, None)
         return Part(loader, "own")
@@ -99,7 +108,15 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
         return Part(loader, "own")
     if loader.drop_last:
         indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
-    return Part(_with(loader, _dealt(indices, ranks)), "split")
+    return _split(
+        len(indices), ranks, lambda some: _with(loader, [indices[place] for place in some])
+    )
+
+
+def _split(
+    count: int, ranks: Ranks, pick: Callable[[Sequence[int]], Any], source: str = "split"
+) -> Part:
+    return Part(None, source, pick).among(range(count), ranks)
 
 
 class _Fixed(Sampler[int]):

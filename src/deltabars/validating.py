@@ -56,8 +56,10 @@ def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
     with Progress("Validating", None, "example", fit.progress) as bar:
         noises = noises_at(fit, levels).tolist()
         for raw in iterate(data, _READ_SIZE):
-            batch = labelled(raw)
+            batch = labelled(raw, fit.likelihood.counted)
             assert batch.targets is not None
+            if not len(batch):
+                continue
             found = scorer.predict(batch.inputs, None, False)
             targets = fit.likelihood.arranged(batch.targets, fit.num_outputs)
             targets = targets.to(fit.network.device)

@@ -206,7 +206,9 @@ class FitsAtTheEnd:
     def _score(self, pl_module: Any, batch: Any, place: int) -> None:
         if self._scorer is None:
             return
-        found = labelled(batch)
+        found = labelled(batch, self._scorer.likelihood.counted)
+        if not len(found):
+            return
         prediction = self._scorer.predict(found.inputs, moderation=None)
         if place not in self._summaries:
             self._summaries[place] = ScoreSummary().to(prediction.score.device)

@@ -36,6 +36,10 @@ class Likelihood(ABC):
         """Targets in the shape of C outputs, where they may have another."""
         return targets
 
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """Which examples have a target, (B,) bool; None where all do. The others are left out."""
+        return None
+
     @abstractmethod
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise DataError unless `targets` fit `outputs` (B, C)."""

@@ -31,7 +31,7 @@ class Categorical(Likelihood):
         weight: w, one number a class; None for all alike. What counts is their proportions: they
             are scaled so that those of the training examples, w_y, have a mean of one.
         label_smoothing: ε, from 0 to 1.
-        ignore_index: what marks examples that training leaves out; data with any are refused.
+        ignore_index: the target of examples that training leaves out, and everything here as well.
     """
 
     weight: tuple[float, ...] | None = None
@@ -49,6 +49,12 @@ class Categorical(Likelihood):
             raise BadValueError(
                 f"label_smoothing: expected a number from 0 to 1, got {smoothing!r}."
             )
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        # Of class probabilities and of targets of another shape torch and we leave out none.
+        is_integer = not targets.is_floating_point() and targets.dtype != torch.bool
+        marked = targets == self.ignore_index if is_integer and targets.ndim == 1 else None
+        return None if marked is None or not bool(marked.any()) else ~marked
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
         classes = outputs.shape[1]
@@ -87,12 +93,6 @@ class Categorical(Likelihood):
                     if targets.shape == outputs.shape
                     else "Reshape them, for example with .squeeze(1)."
                 )
-            )
-        ignored = int((targets == self.ignore_index).sum())
-        if ignored:
-            raise DataError(
-                f"Targets: expected class numbers, got {ignored} of {len(targets)} that are "
-                f"ignore_index={self.ignore_index}. Leave those examples out of the data."
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
