@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from torch import nn
 
 import deltabars
-from deltabars import storage
+from deltabars import behaviour, storage
 from deltabars.errors import CorruptFileError, ModelWarning, WeightsMismatchError
 from tests.test_private import DATA, INPUTS, Net, fit
 
@@ -99,6 +103,25 @@ def test_inputs_are_generated_in_the_range_of_the_data(tmp_path):
     assert deltabars.load(tmp_path / "a", model).behaviour.dtype == torch.float64
     with pytest.raises(WeightsMismatchError, match="outputs of generated inputs differ"):
         deltabars.load(tmp_path / "a", other)
+
+
+def test_weights_beside_the_fitted_ones_count_for_what_is_copied_to_float64(monkeypatch):
+    monkeypatch.setattr(behaviour, "_MOST_IN_DOUBLE", 40)
+    model = tuned().float()
+    chosen = {"params": ["a.bias"], "dtype": torch.float32}
+    found = fit(model, (INPUTS.float(), DATA[1]), **chosen)
+    assert found.num_parameters < 40 < sum(value.numel() for value in model.parameters())
+    assert found.behaviour.dtype == torch.float32
+
+
+def test_a_fit_does_without_the_compiler_of_torch():
+    program = textwrap.dedent("""
+        import sys, torch, deltabars
+        model, data = torch.nn.Linear(2, 2), (torch.ones(8, 2), torch.arange(8) % 2)
+        deltabars.fit(model, data, l2=1.0, rank=2, progress=False).predict(data[0])
+        assert "torch._dynamo" not in sys.modules
+    """)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_files_before_this_version_load_with_a_note(path, tmp_path):

@@ -49,7 +49,8 @@ class Behaviour:
     def of(cls, network: Network, signature: Signature, ranges: tuple[Range, ...]) -> Behaviour:
         """Note what a network computes. Cost: a forward pass of a few inputs, in float64."""
         kinds = [torch.float64, network.dtype]
-        if sum(value.numel() for value in network.trained.values()) > _MOST_IN_DOUBLE:
+        weights = [*network.trained.values(), *network.constants.values()]
+        if sum(value.numel() for value in weights) > _MOST_IN_DOUBLE:
             kinds = [network.dtype]
         if sum(COUNT * math.prod(shape) for shape, _, _ in ranges) > MOST_NUMBERS:
             kinds = []

@@ -63,6 +63,11 @@ def draws_numbers(work: Callable[[], Any]) -> bool:
 class _Draws(TorchDispatchMode):
     any = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do not import torch's compiler for it, which takes seconds; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
