@@ -41,6 +41,7 @@ def every_kind() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(3.5), "parameter": nn.Parameter(torch.ones(2)),
         "buffer": nn.Buffer(torch.ones(3)), "channels": torch.rand(2, 3, 4, 5).to(
             memory_format=torch.channels_last),
+        "conjugate": torch.tensor([1 + 2j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag,
     }  # fmt: skip
 
 
@@ -90,7 +91,8 @@ class TestAsTorchReadsThem:
             "classes": {"cat", "dog"}, "bytes": bytearray(b"abc"), "frozen": frozenset({1}),
             "range": range(3), "error": ValueError("x"), "config": OrderedDict(a=[1, (2, 3.5)]),
             "torch": torch.torch_version.TorchVersion("2.11"), "device": torch.device("cpu"),
-            "dtype": torch.float32, "size": torch.Size([1, 2]), "deep": {1: {"model": {2: 3}}},
+            "activation": nn.ReLU(), "dtype": torch.float32, "size": torch.Size([1, 2]),
+            "deep": {1: {"model": {2: 3}}},
         }  # fmt: skip
         state = OrderedDict(model.state_dict())
         whole = {**other, key: state} if key else {**other, "model": {"state_dict": state}}

@@ -124,7 +124,11 @@ class _Storage:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
     """A view of a storage; torch refuses one that goes beyond its end."""
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    return storage.bytes.view(dtype).as_strided(_sizes(size), _sizes(stride), _size(offset))
+    found = storage.bytes.view(dtype).as_strided(_sizes(size), _sizes(stride), _size(offset))
+    for notes in (part for part in rest if isinstance(part, dict)):  # views, of the same bytes
+        found = found.conj() if notes.get("conj") else found
+        found = torch._neg_view(found) if notes.get("neg") else found
+    return found
 
 
 def _dict(items: Any = ()) -> dict[str, Any]:
@@ -245,7 +249,8 @@ class _Pickle:
             self._marks.append(stack)
             self._stack = []
         elif name == "BINPERSID":
-            stack.append(self.storage(pop()))
+            asked = pop()  # "module" with the code of a class, in files before the archives
+            stack.append(_INERT if asked[0] == "module" else self.storage(asked))
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             what, module = (pop(), pop()) if name == "STACK_GLOBAL" else _split(argument)
             stack.append(self._find(module, what))
