@@ -399,6 +399,9 @@ def test_a_network_at_chance_is_warned_of(kind):
     options = {"l2": 1e-4, "rank": 3, "likelihood": likelihood, "progress": False}
     done, given = with_warnings(lambda: deltabars.fit(model, data, **options))
     assert "which is that of chance" in given[errors.OptimumWarning]
+    said = done.predict(data[0]).judgement
+    assert said.level == "meaningless"
+    assert "no better than chance" in said.reason
     outputs = model(data[0]).detach()
     accuracy = done.diagnostics["train_accuracy"]
     if kind == "numbers":

@@ -152,7 +152,7 @@ FIT = [
     ("", ("--crop",), "--crop: expected --size with it"),
     ("", ("--part", "test"), "--part: expected data of the kind mnist or cifar10"),
     ("", ("--l2", "0"), "l2"),
-    ("", ("--l2", "-1"), "l2"),
+    ("", ("--l2", "-1"), "or PATTERN=NUMBER …, got -1.0."),
     ("", ("--l2", "much"), "--l2: expected a number"),
     ("", ("--l2", "=1"), "--l2: expected a number"),
     ("", ("--rank", "0"), "rank"),

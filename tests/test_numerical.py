@@ -125,7 +125,7 @@ def test_any_l2_in_float32_is_right_or_warned_of(estimator, solver, l2):
 
 def test_moving_l2_down_is_warned_of_too():
     fit = fitted(cached_case("dense"), dtype=torch.float32, rank=9)
-    with pytest.warns(SpectrumWarning, match=r"right to \d+%.*Use dtype=torch.float64"):
+    with pytest.warns(SpectrumWarning, match=r"by up to \d+%.*Use dtype=torch.float64"):
         fit.with_l2(1e-9)
 
 

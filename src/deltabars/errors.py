@@ -21,7 +21,7 @@ def option(name: str, value: object = _NONE_GIVEN) -> str:
     a command runs that has such an option. It is decided where the message is written, so that
     nothing in a message that comes from users is ever taken for an option.
     """
-    if name.rstrip("=") not in _command_line:
+    if not is_option(name):
         return name if value is _NONE_GIVEN else f"{name}={value!r}"
     said = f"--{name.rstrip('=').replace('_', '-')}"
     if value is None:
@@ -30,6 +30,11 @@ def option(name: str, value: object = _NONE_GIVEN) -> str:
         return said
     text = value if isinstance(value, str) else str(value).replace("_", "-").rstrip("()")
     return f"{said} {text.removeprefix('torch.')}"
+
+
+def is_option(name: str) -> bool:
+    """Whether the command that runs has an option of this name."""
+    return name.rstrip("=") in _command_line
 
 
 def in_options(message: str) -> str:

@@ -249,6 +249,7 @@ def fit(
             "parameters_reached": problem.num_reached,
             "gradient_norm": float(problem.gradient.norm()),
             "relative_gradient": problem.relative_gradient,
+            "at_chance": problem.is_at_chance,
             "data_fingerprint": record["data"]["fingerprint"],
             "seed": record["options"]["seed"],
             "torch": record["torch"],

@@ -43,6 +43,7 @@ class Evidence:
         relative_gradient: ‖∇cost‖ over the norms of its two parts.
         distance: from the optimum, in error bars (`deltabars.effective`); None in a fit
             of an older version.
+        at_chance: whether the network is no better on its training data than constant outputs.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Evidence:
     last_layer: bool
     relative_gradient: float
     distance: float | None
+    at_chance: bool = False
 
     @classmethod
     def of(cls, fit: DeltaFit, rank: int, estimator: str) -> Evidence:
@@ -63,6 +65,7 @@ class Evidence:
             set(fit.network.parameters.names) <= last,
             float(known.get("relative_gradient", 0.0)),
             None if distance is None else float(distance),
+            bool(known.get("at_chance", False)),
         )
 
 
@@ -116,6 +119,7 @@ def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
     found = [
         finding
         for finding in (
+            _of_training(evidence),
             _of_linearity(evidence, prediction),
             _of_optimum(evidence),
             _of_bound(evidence, prediction),
@@ -144,6 +148,16 @@ def saturated(mean: Tensor, score: Tensor, moderated: Tensor) -> Tensor:
 
 
 _Finding = tuple[str, str, str]  # level, reason, remedy
+
+
+def _of_training(evidence: Evidence) -> _Finding | None:
+    if not evidence.at_chance:
+        return None
+    return (
+        LEVELS[2],
+        "On the training data the network is no better than chance.",
+        "Load the trained weights, and prepare inputs and targets as in training.",
+    )
 
 
 def _of_linearity(evidence: Evidence, prediction: Prediction) -> _Finding | None:

@@ -198,7 +198,7 @@ def warn_about_spectrum(
         warnings.warn(
             f"Expected a largest eigenvalue of the {name} of at most "
             f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
-            f"{float(values[0]):.3g} for λ = {l2:g}: rounding leaves error bars right to "
+            f"{float(values[0]):.3g} for λ = {l2:g}: rounding can move error bars by up to "
             f"{min(lost, 1.0):.0%}, which widens their intervals. {advice}, or a larger l2.",
             SpectrumWarning,
             stacklevel=stacklevel,
