@@ -93,6 +93,8 @@ def prepare(kind: str, workshop) -> None:
         (here / "run" / "thesis.txt").write_text("mine")
     elif kind == "unknown key":
         Path("c.toml").write_text('estimater = "opg"\n')
+    elif kind == "key of another":
+        Path("c.toml").write_text("most-certain = true\n")
     elif kind == "no TOML":
         Path("c.toml").write_text("estimator = opg\n")
     elif kind == "no flag":
@@ -166,6 +168,7 @@ FIT = [
     ("", ("--out", "/proc/run"), "/proc"),  # where not even the superuser may write
     ("", ("--out", "no/run"), "--out: expected a folder that exists"),
     ("unknown key", ("--config", "c.toml"), "got 'estimater'. The nearest one is 'estimator'"),
+    ("key of another", ("--config", "c.toml"), "one of `deltabars rank`: put it below [rank]."),
     ("no TOML", ("--config", "c.toml"), "--config: expected TOML, got c.toml"),
     ("no flag", ("--config", "c.toml"), "expected gray = true or false"),
     ("", ("--config", "none.toml"), "none.toml: No such file"),

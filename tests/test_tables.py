@@ -227,3 +227,23 @@ class TestRanked:
                 ranked(prediction, 3, **arguments)
         with pytest.raises(BadValueError, match="a prediction with entropy"):
             ranked(replace(prediction, entropy=None), 3, by="entropy")
+        numbers = replace(prediction, label=None, total_std=prediction.std)
+        for by in ("target", "probability", "entropy"):
+            with pytest.raises(BadValueError, match="expected 'score' for a regression"):
+                ranked(numbers, 3, by=by, targets=torch.randn(10))
+        assert len(ranked(numbers, 3)) == 3
+
+    def test_targets_that_are_no_class_come_last(self, prediction):
+        targets = torch.zeros(10, dtype=torch.int64)
+        targets[[2, 5]] = torch.tensor([-100, 3])
+        for turned in (False, True):
+            order = ranked(prediction, 10, by="target", targets=targets, most_certain=turned)
+            assert set(order[-2:].tolist()) == {2, 5}
+
+    def test_yes_or_no_as_targets(self, prediction):
+        p = prediction.mean[:, :1]
+        answers = torch.arange(10) % 2
+        one = replace(prediction, mean=p, label=(p > 0.5).long())
+        expected = torch.where(answers == 1, p[:, 0], 1 - p[:, 0]).argsort()
+        for targets in (answers, answers[:, None].float()):
+            assert torch.equal(ranked(one, 10, by="target", targets=targets), expected)

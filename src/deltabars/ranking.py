@@ -64,6 +64,7 @@ def ranked(
         True
     """
     doubt = _doubt(prediction, by, targets)
+    doubt = doubt.nan_to_num(torch.inf if most_certain else -torch.inf)  # last in both orders
     order = doubt.sort(descending=not most_certain, stable=True).indices
     labels = prediction.label
     if (wrong or per_class) and (labels is None or labels.ndim != 1):
@@ -81,23 +82,35 @@ def ranked(
 
 
 def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
-    """The probability (B,) that each input's own target has.
+    """The probability (B,) that each input's own target has; NaN where it is no class.
+
+    Of one output with yes or no as targets, it is that of the answer.
 
     Raises:
         BadValueError: there are no class numbers as targets, or not all classes.
     """
+    labels, mean = prediction.label, prediction.mean
+    if targets is not None and labels is not None and labels.shape == (len(mean), 1):
+        yes = targets.reshape(-1).to(mean)
+        return yes * mean[:, 0] + (1 - yes) * (1 - mean[:, 0])
     if targets is None or targets.ndim != 1 or prediction.classes is not None:
         raise BadValueError(
             "by: expected class numbers as targets, and the probabilities of all classes, for "
             "'target', got data without them. Choose another order."
         )
-    return prediction.mean.gather(1, targets[:, None])[:, 0]
+    last = mean.shape[1] - 1
+    found = mean.gather(1, targets.clamp(0, last)[:, None])[:, 0]
+    return found.masked_fill((targets < 0) | (targets > last), torch.nan)
 
 
 def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     """A number (B,) that is high for inputs to look at first."""
     if by not in CRITERIA:
         raise BadValueError(f"by: expected one of {CRITERIA}, got {by!r}.")
+    if by != "score" and prediction.total_std is not None:
+        raise BadValueError(
+            f"by: expected 'score' for a regression, which has no probabilities, got {by!r}."
+        )
     if by == "probability":
         return -prediction.mean.amax(1)
     if by == "target":

@@ -32,23 +32,34 @@ def with_config(
     path = _find(given)
     if path is None or not given or given[0] not in commands:
         return given
-    known = {
-        name[2:]: action
-        for action in commands[given[0]]._actions
-        for name in action.option_strings
-        if name.startswith("--") and name not in (_FLAG, "--help")
-    }
+    known = _known(commands[given[0]])
     words: list[str] = []
     for key, value in _options(path, given[0], list(commands)).items():
         name = key.replace("_", "-")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)
+            other = next((other for other in commands if name in _known(commands[other])), None)
+            hint = (
+                f", which is one of `deltabars {other}`: put it below [{other}]."
+                if other
+                else f". The nearest one is {near[0]!r}."
+            )
             raise BadValueError(
                 f"--config: expected options of `deltabars {given[0]}` in {path}, got "
-                f"{shortened(repr(key))}. The nearest one is {near[0]!r}."
+                f"{shortened(repr(key))}{hint}"
             )
         words += _words(name, value, known[name], path)
     return [given[0], *words, *given[1:]]
+
+
+def _known(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a command that a file can give."""
+    return {
+        name[2:]: action
+        for action in command._actions
+        for name in action.option_strings
+        if name.startswith("--") and name not in (_FLAG, "--help")
+    }
 
 
 def _find(arguments: list[str]) -> Path | None:
