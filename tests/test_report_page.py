@@ -190,6 +190,20 @@ def test_other_likelihoods(kind, tmp_path):
     np.testing.assert_allclose(data["rows"]["outputs"]["std"], out.std.numpy(), 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_a_yes_or_no_network_takes_targets_of_one_dimension(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, generator=generator)
+    y = (x[:, 0] > 0).long()
+    model, pages = nn.Linear(3, 1), []
+    fit = deltabars.fit(model, (x, y), l2=0.01, likelihood="bernoulli", progress=False)
+    for targets in (y, y[:, None]):
+        save_report(tmp_path / "one.html", fit, x, targets=targets, progress=False)
+        pages.append(data_of(tmp_path / "one.html")["rows"]["outputs"])
+    assert pages[0] == pages[1]
+    np.testing.assert_array_equal(pages[0]["truth"], y[:, None].numpy())
+
+
 def test_pictures_are_png_files_without_loss():
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     file = png(pixels)

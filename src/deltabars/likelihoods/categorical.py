@@ -12,6 +12,7 @@ from torch import Tensor
 from deltabars.errors import (
     BadValueError,
     DataError,
+    is_option,
     option,
 )
 from deltabars.likelihoods.base import Likelihood, numbers, own_class
@@ -65,8 +66,9 @@ class Categorical(Likelihood):
                 f"use {_meant('bernoulli', 'bce')} and targets of shape (N, 1) or (N,)."
             )
         if self.weight is not None and len(self.weight) != classes:
+            what = option("class_weights") if is_option("class_weights") else "weight"
             raise BadValueError(
-                f"weight: expected one number for each of {classes} classes, got "
+                f"{what}: expected one number for each of {classes} classes, got "
                 f"{len(self.weight)}."
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:

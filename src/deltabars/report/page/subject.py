@@ -96,14 +96,15 @@ def _check_targets(fit: DeltaFit, prediction: Prediction, targets: Any) -> Tenso
     shapes: list[tuple[int, ...]] = (
         [(count,)] if kind == "categorical" else [(count, fit.num_outputs)]
     )
-    if kind == "gaussian" and fit.num_outputs == 1:
+    if kind != "categorical" and fit.num_outputs == 1:
         shapes.append((count,))
     if tuple(given.shape) not in shapes:
         raise BadValueError(
             f"targets: expected shape {shapes[0]}, one for each input, got {tuple(given.shape)}."
         )
+    given = given.reshape(shapes[0])
     if kind == "gaussian":
-        return given.double().reshape(count, fit.num_outputs)
+        return given.double()
     top = fit.num_outputs if kind == "categorical" else 2
     whole = given.long()
     if bool((whole != given).any()) or bool(((whole < 0) | (whole >= top)).any()):
