@@ -141,8 +141,8 @@ def test_samples_have_the_covariance():
     ("l2", "told"),
     [
         ({"*": 0.1, "*.bias": 0.0}, "got 0 for '\\*.bias'. For parameters that were trained"),
-        ({"*": 0.1, "*.bias": -1.0}, "finite number above zero"),
-        ({"*": float("nan")}, "finite number above zero"),
+        ({"*": 0.1, "*.bias": -1.0}, "finite Python number above zero"),
+        ({"*": float("nan")}, "finite Python number above zero"),
         ({"0.*": 0.1}, "a λ for every parameter, got none for 2.weight, 2.bias"),
         ({"*": 0.1, "norm*": 0.1}, "'norm\\*', which matches none"),
         ({"*": 0.1, 3: 0.1}, "patterns that match a parameter, got 3"),

@@ -90,14 +90,14 @@ def scaled(l2: L2, factor: float) -> L2:
 def check_number(l2: Any) -> float:
     """λ as a float, refused unless it is finite and above zero."""
     if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
-        several = (
-            "PATTERN=NUMBER …"
+        number, several = (
+            ("number", "PATTERN=NUMBER …")
             if is_option("l2")
-            else "a mapping from name patterns to such numbers"
+            else ("Python number", "a mapping from name patterns to such numbers")
         )
         raise BadValueError(
-            "l2: expected a finite number above zero (the weight decay of the training cost), or "
-            f"{several}, got {l2!r}."
+            f"l2: expected a finite {number} above zero (the weight decay of the training cost), "
+            f"or {several}, got {l2!r}."
         )
     return float(l2)
 
