@@ -219,7 +219,7 @@ def test_values_are_checked_before_data_are_read(options, workshop, place, capsy
         (("--estimator", "ggn"), "estimator"),
         (("--classes", "best"), "'top5'"),
         (("--classes", "12"), "classes"),
-        (("--batch-size", "0"), "batch_size"),
+        (("--batch-size", "0"), "--batch-size"),
     ],
 )
 def test_what_a_fit_cannot_give_is_refused_before_data_are_read(
