@@ -61,7 +61,9 @@ def case():
 
 def same(found, expected, inputs, others):
     assert found.num_examples == expected.num_examples
-    assert torch.equal(found.predict(inputs).std, expected.predict(others).std)
+    # Batches of other sizes: on some processors the last bits of products depend on them.
+    std = found.predict(inputs).std, expected.predict(others).std
+    torch.testing.assert_close(*std, rtol=1e-6, atol=1e-9)
 
 
 class TestArrays:

@@ -25,7 +25,7 @@ from tests.scans import QUICK, idx_bytes, only_line, run
         (("--samples", 1), "--samples: expected 0 or a whole number from 2 on, got 1"),
         (("--bootstrap", 1), "--bootstrap: expected 0 or a whole number from 2 on, got 1"),
         (("--seed", -1), "--seed: expected a whole number from 0 to 2147483647, got -1"),
-        (("--device", "nonsense"), "--device: expected cpu or cuda, got 'nonsense'"),
+        (("--device", "nonsense"), "--device: expected cpu, cuda or cuda:N, got 'nonsense'"),
         (("--weights", "absent.npz"), "absent.npz, which does not exist"),
     ],
 )

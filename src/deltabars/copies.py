@@ -29,7 +29,7 @@ def offloaded(fit: DeltaFit) -> DeltaFit:
         else pairs
         for name, pairs in fit.spectra.items()
     }
-    return replace(fit, spectra=spectra)
+    return replace(fit, spectra=spectra, _covariances={})
 
 
 def _rebuilt(kind: type[DeltaFit], values: dict[str, Any]) -> DeltaFit:

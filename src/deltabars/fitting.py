@@ -33,6 +33,7 @@ from deltabars.manifest import manifest
 from deltabars.noise import with_settled_noise
 from deltabars.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.plain import plain_model
+from deltabars.precision import full_precision
 from deltabars.predicting import check_batch_size
 from deltabars.problem import Problem
 from deltabars.progress import Deadline, Progress, check_seconds
@@ -325,7 +326,7 @@ def fit(
         progress=progress,
     )
     fitted = with_settled_noise(fitted)
-    with ranks.together():
+    with ranks.together(), full_precision(problem.device):
         distance = distance_from_optimum(fitted, problem.gradient)
         reach = _interval_reach(fitted)
     problem.warn_if_far_from_optimum(distance)

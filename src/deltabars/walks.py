@@ -117,7 +117,8 @@ class _Walk(TorchFunctionMode):
         state = self._state(tensor)
         if state is None:
             return
-        if changed or not state.passed:
+        is_input = state.passed and state.layer is None and state.kept is None
+        if (changed and not is_input) or not state.passed:
             self._expose(state)
         if changed:
             del self._states[id(tensor)]
