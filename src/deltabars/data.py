@@ -77,9 +77,11 @@ class TrainingData:
             self._data = part.among(counts.nonzero().squeeze(1).tolist(), ranks).data
             signature, left_out = self._look(budget, report)
             everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature, left_out))
-        if any(found[2] is None for found in everywhere):
+        if signature is None:
             why = f"all {self.left_out} have no target" if self.left_out else "the data are empty"
             raise DataError(f"Data: expected at least one example, got none: {why}.")
+        if any(found[2] is None for found in everywhere):
+            ranks.gather(None)  # raises the error of the rank that has none
         if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < ranks.count:
             raise DataError(
                 f"Data: expected a part of them on each of {ranks.count} ranks, got the same "
