@@ -1,4 +1,4 @@
-"""What a network computes, noted so that another one is told from it.
+"""What a network computes, noted so that a network that computes something else is refused.
 
 The same weights in other code, or with other buffers that `state_dict` leaves out, are another
 function. Noted are the outputs of some inputs, generated in the range of the training data, and a

@@ -56,7 +56,7 @@ def locked(
                 f"{what}: expected a folder that no other {user} uses, got {folder}, which "
                 f"{owner} is using. Wait for it to end, or give another folder."
             )
-        with suppress(OSError):  # on a full disk nobody is told who has it
+        with suppress(OSError):  # on a full disk the holder's name is missing
             os.truncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
