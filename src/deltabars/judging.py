@@ -57,15 +57,16 @@ class Evidence:
     def of(cls, fit: DeltaFit, rank: int, estimator: str) -> Evidence:
         """The evidence that a fit has. Cost: nothing."""
         known = fit.diagnostics
-        distance = known.get("distance_from_optimum")
+        gradient, distance = map(known.get, ("relative_gradient", "distance_from_optimum"))
         last = set(LastLayer().names(fit.network.model))
         return cls(
             rank,
             estimator == "opg",
             set(fit.network.parameters.names) <= last,
-            float(known.get("relative_gradient", 0.0)),
-            None if distance is None else float(distance),
-            bool(known.get("at_chance", False)),
+            # Diagnostics from a file may be anything: what is no number is no evidence.
+            float(gradient) if isinstance(gradient, int | float) else 0.0,
+            float(distance) if isinstance(distance, int | float) else None,
+            known.get("at_chance") is True,
         )
 
 
