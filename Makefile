@@ -13,11 +13,11 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.dev
-	$(BIN)/deltabars bench
+	$(BIN)/python -m benchmarks
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check src tests tools
-	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools benchmarks
+	$(BIN)/ruff check src tests tools benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

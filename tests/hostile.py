@@ -25,13 +25,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import deltabars
-from deltabars import cli, storage
-from deltabars.commands.config import with_config
+from deltabars.cli import entry as cli
+from deltabars.cli.options import with_config
+from deltabars.cli.runs import Kept, Run, read_kept
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import DeltaBarsError
 from deltabars.recipes.images import read_cifar10, read_idx
-from deltabars.records import Kept, read_kept
-from deltabars.runs import Run
-from deltabars.sources import NamedData, NamedModel
+from deltabars.storage import format as storage
 from tests.networks import make_case
 from tests.test_recipes_paper import idx_bytes
 

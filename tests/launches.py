@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow.dataset
 import pyarrow.parquet
 
-from deltabars import watching
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.runtime import distributed as watching
 from tests.stopping import end, start
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deltabars
-from deltabars import watching
 from deltabars.errors import DataWarning, LossWarning, OptimumWarning, SpectrumWarning
 from deltabars.recipes.digits import train_to_convergence
+from deltabars.runtime import distributed as watching
 from tests.stopping import start
 
 L2 = 0.02

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import deltabars
-from deltabars.likelihoods import Gaussian
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.ranked import CLASSES, L2, fit, regression, subject
 
 SINGLE = {"dtype": torch.float32}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltabars.bench.subject import upscaled_digits
-from deltabars.cli import main
+from benchmarks.subject import upscaled_digits
+from deltabars.cli.entry import main
 from tests.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200

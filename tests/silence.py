@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from tests.architectures import L2
 from tests.oracles import Oracle
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import deltabars
-from deltabars.checkpoints import CheckpointFolder
+from deltabars.fitting.checkpoints import CheckpointFolder
 
 L2 = 0.05
 PARTS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars import progress
 from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.recipes.digits import L2, trained_digits
+from deltabars.runtime import progress
 from tests.conftest import cached_case
 from tests.networks import make_case, train
 from tests.oracles import Oracle

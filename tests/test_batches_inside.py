@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import deltabars
-from deltabars.curvature import GGNOperator, OPGOperator
-from deltabars.curvature.pullback import Pullback
-from deltabars.curvature.routes import Route
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.opg import OPGOperator
+from deltabars.curvature.pullback import Pullback, Route
 from deltabars.errors import ModelError, ModelWarning
-from deltabars.network import Network
+from deltabars.problem.network import Network
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, sums of some ten terms of O(1)
 L2 = 0.05

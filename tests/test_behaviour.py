@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars import behaviour, storage
 from deltabars.errors import CorruptFileError, ModelWarning, WeightsMismatchError
+from deltabars.problem import behaviour
+from deltabars.storage import format as storage
 from tests.test_private import DATA, INPUTS, Net, fit
 
 

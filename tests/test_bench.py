@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from deltabars.bench.peak import ProcessMeter
-from deltabars.bench.results import Measure
-from deltabars.bench.runner import WORKS, run_bench
-from deltabars.bench.sizes import GPU, SMALL, Network
-from deltabars.bench.sources import Sources
-from deltabars.bench.subject import fresh_network
-from deltabars.cli import main
-from deltabars.commands import bench
+from benchmarks import __main__ as bench
+from benchmarks.peak import ProcessMeter
+from benchmarks.results import Measure
+from benchmarks.runner import WORKS, run_bench
+from benchmarks.sizes import GPU, SMALL, Network
+from benchmarks.sources import Sources
+from benchmarks.subject import fresh_network
+from deltabars.cli.entry import main
 from deltabars.errors import BadValueError
 from tests.stopping import end, start
 from tests.test_recipes_paper import idx_bytes

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from deltabars.bench import plain
-from deltabars.bench.peak import ProcessMeter
-from deltabars.bench.runner import run_bench
-from deltabars.bench.sources import Sources
-from deltabars.bench.subject import upscaled_digits, wide_network
-from deltabars.cli import main
-from deltabars.commands import bench
+from benchmarks import __main__ as bench
+from benchmarks import plain
+from benchmarks.peak import ProcessMeter
+from benchmarks.runner import run_bench
+from benchmarks.sources import Sources
+from benchmarks.subject import upscaled_digits, wide_network
+from deltabars.cli.entry import main
 from deltabars.errors import DataError
 from tests.test_bench import TINY_GPU, TINY_SMALL
 

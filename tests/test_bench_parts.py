@@ -9,18 +9,19 @@ import textwrap
 import pytest
 import torch
 
+from benchmarks import plain
+from benchmarks.opg import exact_values
+from benchmarks.peak import Case, ProcessMeter, measure_peaks
+from benchmarks.results import Goal, Measure, Record
+from benchmarks.runner import write_json
+from benchmarks.sources import Spectra
+from benchmarks.subject import upscaled_digits, wide_network
+from benchmarks.table import head, section
+from benchmarks.timing import growth_exponent, interleaved
 from deltabars import Problem
-from deltabars.bench import plain
-from deltabars.bench.opg import exact_values
-from deltabars.bench.peak import Case, ProcessMeter, measure_peaks
-from deltabars.bench.results import Goal, Measure, Record
-from deltabars.bench.runner import write_json
-from deltabars.bench.sources import Spectra
-from deltabars.bench.subject import upscaled_digits, wide_network
-from deltabars.bench.table import head, section
-from deltabars.bench.timing import growth_exponent, interleaved
-from deltabars.curvature import HessianOperator, OPGOperator
-from deltabars.eigen import EigenPairs
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
+from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import BadValueError, DataError
 
 LINUX = pytest.mark.skipif(not ProcessMeter.works(), reason="peak memory cannot be read here")

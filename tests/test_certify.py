@@ -10,7 +10,7 @@ from torch import nn
 
 import deltabars
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError
-from deltabars.likelihoods import Gaussian
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.oracles import Oracle

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.checkpoints import CheckpointFolder, opened
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from deltabars.errors import (
     BadValueError,
     CheckpointInUseError,
@@ -29,8 +28,9 @@ from deltabars.errors import (
     NotEnoughMemoryError,
     StorageError,
 )
-from deltabars.identity import check_same
-from deltabars.ranks import Ranks
+from deltabars.fitting.checkpoints import CheckpointFolder, opened
+from deltabars.fitting.identity import check_same
+from deltabars.runtime.distributed import Ranks
 from tests.stopping import (
     WAYS,
     differing,
@@ -109,7 +109,8 @@ class TestKilled:
         written = []
         options = {**WAYS["block_krylov"], "rank": 60}
         with pytest.MonkeyPatch.context() as patch:
-            from deltabars import snapshots, storage
+            from deltabars.storage import format as storage
+            from deltabars.storage import snapshots
 
             def counting(path, header, tensors):
                 if Path(path).name.startswith("rows-"):
@@ -246,7 +247,7 @@ class TestAltered:
             assert not differing(fit(half, **SOME), plain())
 
     def test_a_path_in_a_header_leads_nowhere(self, half, tmp_path):
-        from deltabars import storage
+        from deltabars.storage import format as storage
 
         secret = tmp_path / "rows-00000001.safetensors"
         storage.write(secret, {"mark": "x", "count": 1}, {"a": torch.zeros(1, 700)})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from deltabars.recipes.digits import load_digits
 from tests.pages import data_of
 from tests.scans import only_line

@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from deltabars import Problem
-from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
-from deltabars.curvature.columns import kept_parts
-from deltabars.parameters import ParameterSpace
+from deltabars.curvature.base import kept_parts
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
+from deltabars.problem.parameters import ParameterSpace
 from tests.oracles import Oracle
 from tests.silence import COUNT, L2, PRECISION, labels, randn, seeded, silence
 

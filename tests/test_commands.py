@@ -17,18 +17,12 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.cli import main
-from deltabars.errors import (
-    DataError,
-    DataWarning,
-    MissingDependencyError,
-    StorageError,
-    printable,
-)
-from deltabars.judging import LEVELS
-from deltabars.likelihoods import Gaussian
-from deltabars.ranking import ranked
-from deltabars.runs import Run
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
+from deltabars.errors import DataError, DataWarning, MissingDependencyError, StorageError, printable
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.prediction.judgement import LEVELS
+from deltabars.prediction.ranking import ranked
 from tests.scans import only_line
 from tests.workshop import L2, RANK, TEST, contents
 

@@ -15,7 +15,7 @@ from select import select
 
 import pytest
 
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from tests.scans import command, environment, only_line
 from tests.workshop import TEST
 

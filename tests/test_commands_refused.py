@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError
-from deltabars.runs import Run
-from deltabars.sources import NamedData, NamedModel
 from tests.scans import command, environment, only_line
 from tests.workshop import contents
 

@@ -10,9 +10,9 @@ from io import StringIO
 
 import pytest
 
-from deltabars.cli import main
-from deltabars.report.page import save_report
-from deltabars.runs import Run
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
+from deltabars.report.page.assembling import save_report
 from tests.scans import command, environment, only_line
 from tests.workshop import TEST, contents
 

@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import deltabars
-from deltabars import storage
-from deltabars.cli import main
-from deltabars.determinism import same_bits
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Kept, Run
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import DataWarning, DeltaBarsError, ModelWarning, StorageError
-from deltabars.records import Kept
-from deltabars.report.page import save_report
-from deltabars.runs import Run
-from deltabars.sources import NamedData, NamedModel
-from deltabars.turns import Shared, Turns
+from deltabars.report.page.assembling import save_report
+from deltabars.runtime.precision import Shared, Turns, same_bits
+from deltabars.storage import format as storage
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.scans import command, environment

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator
-from deltabars.curvature.convolutions import channels_last, convolve, small_weight_gradient
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.layers import patches
 from deltabars.curvature.linear_part import LinearPart
-from deltabars.curvature.patches import patches
+from deltabars.curvature.rewriting import channels_last, convolve, small_weight_gradient
 from tests.architectures import L2
 from tests.silence import PRECISION, checked, labels, randn, seeded
 from tests.test_rewriting import CPU, functions

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.determinism import same_bits
 from deltabars.recipes.paper import MNIST
-from deltabars.recipes.stack import Stack
-from deltabars.recipes.training import train
+from deltabars.recipes.training import Stack, train
+from deltabars.runtime.precision import same_bits
 from tests.test_training import make_data, start_network
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import deltabars
-from deltabars.data import TrainingData
+from deltabars.problem.data import TrainingData
 from tests.networks import dense, make_case, train
 
 # Float64, and at most the order of 29 additions differs: a few hundred units of 1e-16.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deltabars.curvature.pooling import unpool
-from deltabars.determinism import same_bits
+from deltabars.curvature.rewriting import unpool
+from deltabars.runtime.precision import same_bits
 
 WANTED = (True, False, False, False)
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from deltabars import Problem, ranks
+from deltabars import Problem
 from deltabars.errors import DeltaBarsError
+from deltabars.runtime import distributed as ranks
 from tests import stopping
 from tests.ranked import CLASSES, fit, launched, results, subject
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.eigen import EigenPairs
-from deltabars.eigen.pairs import LEAST_RITZ, embed
-from deltabars.ranks import Ranks
-from deltabars.space import Spaces
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, embed
+from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.vectors import Spaces
 from tests.silence import randn
 
 ELSEWHERE = 0.7

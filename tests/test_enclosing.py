@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.eigen.enclosing import enclose_inverse_forms, least_tolerance
+from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
 
 SIZE = 40
 FLOOR = 0.01

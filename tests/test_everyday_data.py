@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import deltabars
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
 from deltabars.errors import DataError
-from deltabars.likelihoods import Gaussian
-from deltabars.runs import Run
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.scans import only_line
 
 pytestmark = pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")

@@ -8,11 +8,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import deltabars
-from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.singles import Singles
 from deltabars.errors import ModelError, ModelWarning, NotEnoughMemoryError
-from deltabars.network import Network
+from deltabars.problem.network import Network
 from tests.zoo import specimen
 
 SLOW = "an operation of one's own"

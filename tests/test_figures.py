@@ -12,18 +12,31 @@ import pytest
 import torch
 
 from deltabars.errors import BadValueError, MissingDependencyError, StorageError
+from deltabars.fitting.tuning import Tuning
 from deltabars.report import uncertainty as uncertainty_module
-from deltabars.report.comparison import Comparison, draw_comparisons, save_comparisons
-from deltabars.report.foreign import Foreign, draw_foreign, save_foreign
-from deltabars.report.gallery import Row, draw_gallery, save_gallery
-from deltabars.report.rankings import Block, draw_rankings, save_rankings
-from deltabars.report.smoothing import smooth
-from deltabars.report.spectra import Spectrum, save_spectra
-from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE
-from deltabars.report.surfaces import draw_surfaces, save_surfaces
-from deltabars.report.tuning import save_tuning
-from deltabars.report.uncertainty import Panel, draw_uncertainty, save_uncertainty
-from deltabars.tuning import Tuning
+from deltabars.report.galleries import (
+    Block,
+    Row,
+    draw_gallery,
+    draw_rankings,
+    save_gallery,
+    save_rankings,
+)
+from deltabars.report.spectra import Spectrum, save_spectra, save_tuning
+from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE, smooth
+from deltabars.report.uncertainty import (
+    Comparison,
+    Foreign,
+    Panel,
+    draw_comparisons,
+    draw_foreign,
+    draw_surfaces,
+    draw_uncertainty,
+    save_comparisons,
+    save_foreign,
+    save_surfaces,
+    save_uncertainty,
+)
 
 P, L2 = 1000, 0.01
 

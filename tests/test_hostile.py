@@ -24,9 +24,12 @@ import torch
 from PIL import Image
 
 import deltabars
-from deltabars import storage
-from deltabars.archives import read_arrays
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.folders import Preparation
+from deltabars.cli.sources.models import NamedModel
+from deltabars.cli.sources.weights import read_weights
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -36,13 +39,10 @@ from deltabars.errors import (
     ModelError,
     StorageError,
 )
-from deltabars.reading import ALWAYS, MOST_TIMES, open_plain, parse_json
 from deltabars.recipes.images import read_cifar10, read_idx
-from deltabars.runs import Run
-from deltabars.sources import NamedData, NamedModel
-from deltabars.sources.pictures import Preparation
-from deltabars.sources.weights import read_weights
-from deltabars.writing import write_text
+from deltabars.storage import format as storage
+from deltabars.storage.reading import ALWAYS, MOST_TIMES, open_plain, parse_json, read_arrays
+from deltabars.storage.writing import write_text
 from tests.hostile import Tried, every_truncation, in_child, mutated, subjects, try_all
 from tests.networks import dense
 from tests.test_recipes_paper import idx_bytes

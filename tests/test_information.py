@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import deltabars
-from deltabars.metrics import auroc
+from deltabars.prediction.metrics import auroc
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import L2, load_weights
 

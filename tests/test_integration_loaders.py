@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from deltabars.errors import DataError
-from deltabars.integrations.loaders import check_repeats, sequential
+from deltabars.integrations.callbacks import check_repeats, sequential
 
 TRAIN = torch.randn(61, 4, generator=torch.Generator().manual_seed(0)), torch.arange(61) % 3
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassCalibrationError
 import deltabars
 from deltabars.errors import BadValueError
 from deltabars.integrations.torchmetrics import AreaUnderRiskCoverage, ErrorAUROC, ForeignAUROC
-from deltabars.metrics import expected_calibration_error, risk_coverage
+from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from tests.networks import make_case
 from tests.ranked import results
 

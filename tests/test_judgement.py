@@ -15,13 +15,13 @@ from torch import nn
 
 import deltabars
 from deltabars import Prediction
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Kept, read_kept
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.tables import columns_of, plain_rows
 from deltabars.errors import BadValueError, OptimumWarning, in_options, on_command_line, option
-from deltabars.judging import LEVELS, Evidence, impossible, judge
-from deltabars.parameters import last_layer
-from deltabars.records import Kept, read_kept
-from deltabars.sources import NamedData
-from deltabars.tables import columns_of, plain_rows
+from deltabars.prediction.judgement import LEVELS, Evidence, impossible, judge
+from deltabars.problem.parameters import last_layer
 from tests.pages import digits
 
 MODEL = """

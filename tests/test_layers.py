@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from deltabars.curvature.pullback import Pullback
-from deltabars.inputs import map_leaves
-from deltabars.network import Network
+from deltabars.problem.inputs import map_leaves
+from deltabars.problem.network import Network
 from tests.architectures import ARCHITECTURES, Wired, cached_sample
 
 PRECISION = {"rtol": 0, "atol": 1e-12}

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator
-from deltabars.curvature.hessian import _even_chunk
-from deltabars.memory import KEPT, share
+from deltabars.curvature.hessian import HessianOperator, _even_chunk
+from deltabars.runtime.memory import KEPT, share
 from tests.architectures import (
     ARCHITECTURES,
     COUNT,

@@ -16,9 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
 from deltabars import Problem
-from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.errors import BadValueError, DataWarning, DeltaBarsError, LossWarning
-from deltabars.likelihoods import Bernoulli, Categorical, Gaussian
+from deltabars.likelihoods.bernoulli import Bernoulli
+from deltabars.likelihoods.categorical import Categorical
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.networks import make_targets, minimise
 from tests.oracles import Oracle
 

@@ -15,11 +15,12 @@ import torch
 
 import deltabars
 from deltabars import Problem
-from deltabars.batches import Batch
-from deltabars.curvature import OPGOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
-from deltabars.memory import (
+from deltabars.prediction.scoring import Scorer
+from deltabars.problem.batches import Batch
+from deltabars.runtime.memory import (
     BASIS,
     CHUNK,
     DATA,
@@ -31,7 +32,6 @@ from deltabars.memory import (
     resolve_budget,
     share,
 )
-from deltabars.scoring import Scorer
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 50

@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 from torchmetrics.classification import MulticlassCalibrationError
 
 from deltabars.errors import BadValueError
-from deltabars.metrics import (
+from deltabars.prediction.metrics import (
     Regression,
     auroc,
     expected_calibration_error,

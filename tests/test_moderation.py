@@ -10,8 +10,8 @@ import torch
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.likelihoods import get_likelihood
-from deltabars.moderation import Moderation, choose_moderation, normal_points
+from deltabars.likelihoods.losses import get_likelihood
+from deltabars.prediction.averaging import Moderation, choose_moderation, normal_points
 from tests.conftest import cached_case
 from tests.oracles import MEANS
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
-from deltabars.eigen.auditing import audit, warn_of_audit
+from deltabars.eigen import arpack, dense, incremental_svd
+from deltabars.eigen.audit import audit, warn_of_audit
+from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import BadValueError, ConvergenceWarning, OptimumWarning
-from deltabars.space import Space
+from deltabars.runtime.vectors import Space
 from tests.conftest import cached_case
 from tests.spectra import SIZE, SPECTRA, matrix_with
 

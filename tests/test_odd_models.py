@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from tests.architectures import L2, Wired
 
 EXACT = {"rtol": 0, "atol": 1e-10}

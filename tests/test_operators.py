@@ -7,7 +7,9 @@ import torch
 
 import deltabars
 from deltabars import Problem
-from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.errors import BadValueError
 from tests.conftest import cached_case
 from tests.oracles import Oracle

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deltabars.curvature.ordering import in_any_order, place, rewrite_placings
+from deltabars.curvature.rewriting import in_any_order, place, rewrite_placings
 
 WHOLE, PARTS = torch.zeros(5, 4), torch.arange(12.0).reshape(3, 4)
 

@@ -13,10 +13,12 @@ from torch import nn
 
 import deltabars
 from deltabars import Problem, eigen
-from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.errors import SpectrumWarning
-from deltabars.likelihoods import Gaussian
-from deltabars.tuning import Evidence
+from deltabars.fitting.tuning import Evidence
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.networks import make_case
 
 KINDS = ("dense", "convolutional")

@@ -14,8 +14,8 @@ from plan import CORE, H200, Work, plan
 from plan_tables import PEAKS, RUNS, lines
 
 from deltabars.eigen.basis import default_block_size
-from deltabars.memory import BASIS, CHUNK, KEPT, share
-from deltabars.solving import _USUAL_GROWTH
+from deltabars.fitting.solving import _USUAL_GROWTH
+from deltabars.runtime.memory import BASIS, CHUNK, KEPT, share
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.errors import DeltaBarsError, ModelError
 from tests.architectures import L2, Wired
 from tests.test_odd_models import exact

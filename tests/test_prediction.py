@@ -11,8 +11,8 @@ import torch
 import deltabars
 from deltabars import Prediction
 from deltabars.errors import BadValueError
-from deltabars.metrics import regression
-from deltabars.ranking import least_certain, most_certain
+from deltabars.prediction.metrics import regression
+from deltabars.prediction.ranking import least_certain, most_certain
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import deltabars
-from deltabars import forecasting
-from deltabars import progress as module
-from deltabars.progress import Progress
+from deltabars.fitting import forecast as forecasting
+from deltabars.runtime import progress as module
+from deltabars.runtime.progress import Progress
 from tests.stopping import end, start
 
 

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from deltabars import Problem
-from deltabars.curvature import GGNOperator, HessianOperator, OPGOperator
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from tests.architectures import L2, Wired
 from tests.oracles import Oracle
 from tests.silence import (

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from deltabars import Problem, eigen
-from deltabars.curvature import HessianOperator, OPGOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import L2, load_weights
 

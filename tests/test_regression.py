@@ -13,8 +13,8 @@ from torch import nn
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.likelihoods import Gaussian
-from deltabars.tuning import Evidence
+from deltabars.fitting.tuning import Evidence
+from deltabars.likelihoods.gaussian import Gaussian
 from tests.conftest import cached_case
 from tests.networks import make_case, minimise
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
 from deltabars.errors import BadValueError, DataError, StorageError
-from deltabars.metrics import expected_calibration_error
-from deltabars.report.page import save_report
-from deltabars.report.page.pictures import drawn, png
+from deltabars.prediction.metrics import expected_calibration_error
+from deltabars.report.page.assembling import save_report
+from deltabars.report.page.inputs import drawn, png
 from tests.pages import COUNT, HOSTILE, RANK, data_of, digits
 
 CLOSE = {"rel": 1e-4, "abs": 1e-12}  # five digits are written

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from deltabars.recipes.paper import PaperNetwork, paper_network
-from deltabars.reproduction.published import PUBLISHED, beside_published
+from deltabars.recipes.reproduction.settings import PUBLISHED, beside_published
 from tests.scans import QUICK, SMALLER, STEPS, command, deltabars, environment, only_line, run
 
 FIGURES = (

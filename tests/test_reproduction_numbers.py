@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deltabars.loading import load
+from deltabars.fitting.loading import load
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import MNIST, PaperNetwork, paper_network
-from deltabars.recipes.stack import Stack
-from deltabars.recipes.training import train
-from deltabars.reproduction.experiment import Experiment, Options
-from deltabars.reproduction.settings import small_size
-from deltabars.reproduction.summary import _line
+from deltabars.recipes.reproduction.experiment import Experiment, Options
+from deltabars.recipes.reproduction.settings import small_size
+from deltabars.recipes.reproduction.summary import _line
+from deltabars.recipes.training import Stack, train
 from tests.scans import FEW, STEPS
 
 L2 = 0.01

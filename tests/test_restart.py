@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import deltabars
-from deltabars.eigen import block_krylov, lanczos
+from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import BadValueError, ConvergenceWarning
 from tests.spectra import SIZE, SPECTRA, matrix_with

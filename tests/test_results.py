@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltabars.reproduction.published import PAIRS, PUBLISHED
+from deltabars.recipes.reproduction.settings import PAIRS, PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs" / "paper.md").read_text()

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltabars.eigen import block_krylov, incremental_svd, lanczos
+from deltabars.eigen import incremental_svd
+from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.projected import Projected
-from deltabars.eigen.states import Rows
+from deltabars.eigen.resuming import Rows
 from deltabars.errors import CheckpointMismatchError, CorruptFileError
-from deltabars.space import Space
+from deltabars.runtime.vectors import Space
 from tests.spectra import SPECTRA, matrix_with
 
 MOST = 5  # states that are started from, spread over all; the first and the last two in any case

@@ -15,14 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from deltabars import Problem
-from deltabars.curvature import HessianOperator
-from deltabars.curvature.convolutions import (
-    input_gradient,
-    small_weight_gradient,
-    weight_gradient,
-)
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.layers import patches
 from deltabars.curvature.linear_part import LinearPart
-from deltabars.curvature.patches import patches
+from deltabars.curvature.rewriting import input_gradient, small_weight_gradient, weight_gradient
 from tests.architectures import ARCHITECTURES, COUNT, L2, Architecture, Wired, sample_of
 
 aten = torch.ops.aten

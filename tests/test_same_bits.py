@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import deltabars
-from deltabars.determinism import with_own_numbers
 from deltabars.errors import BadValueError, DataError
+from deltabars.runtime.precision import with_own_numbers
 from tests.conftest import cached_case
 
 CASE = cached_case("dense")

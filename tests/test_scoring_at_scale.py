@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import deltabars
-from deltabars.blocks import predict_to
-from deltabars.blocks.plan import fit_fingerprint
-from deltabars.cli import main
+from deltabars.cli.blocks.plan import fit_fingerprint
+from deltabars.cli.blocks.predicting import predict_to
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError
-from deltabars.runs import Run
 from tests.launches import DATA, ROOT, ended, launch, rows_of, times_each
 from tests.stopping import end, start
 from tests.workshop import TEST

@@ -9,8 +9,8 @@ from torch import nn
 from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import sensitivities
-from deltabars.likelihoods import get_likelihood
-from deltabars.network import Network
+from deltabars.likelihoods.losses import get_likelihood
+from deltabars.problem.network import Network
 from tests.oracles import Oracle
 
 PRECISION = {"rtol": 0, "atol": 1e-11}  # rounding, in float64, of sums of some hundred terms

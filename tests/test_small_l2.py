@@ -14,7 +14,7 @@ from torch import nn
 
 import deltabars
 from deltabars.errors import DeltaBarsWarning, SpectrumWarning
-from deltabars.storage import read, write
+from deltabars.storage.format import read, write
 from tests.oracles import Oracle
 
 FLOAT32 = 2.0**-22  # relative: an end of an interval is rounded to float32, and so is its middle

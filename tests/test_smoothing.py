@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deltabars.errors import BadValueError
-from deltabars.report import smoothing
-from deltabars.report.smoothing import smooth
+from deltabars.report import style as smoothing
+from deltabars.report.style import smooth
 
 
 def dense(x, y, grid, bandwidth):

@@ -13,10 +13,11 @@ from PIL import Image
 from safetensors.torch import save_model
 from torch import nn
 
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError, DataError, DataWarning
-from deltabars.inputs import Signature
+from deltabars.problem.inputs import Signature
 from deltabars.recipes.images import read_mnist
-from deltabars.sources import NamedData, NamedModel
 from tests.workshop import TEST, TRAIN
 
 DATA = """\

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from deltabars.recipes import stack as module
+from deltabars.recipes import training as module
 from deltabars.recipes.paper import CIFAR10, MNIST, PaperNetwork, paper_network
-from deltabars.recipes.stack import Stack, channels_last
+from deltabars.recipes.training import Stack, channels_last
 
 # The side after the first convolution is odd here, and odd again after the second.
 ODD = dataclasses.replace(MNIST, name="odd", side=33, channels=2)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deltabars.errors import BadValueError, DataError, StorageError
-from deltabars.reproduction.stages import Stages
-from deltabars.writing import write_text, write_whole
+from deltabars.recipes.reproduction.stages import Stages
+from deltabars.storage.writing import write_text, write_whole
 
 IDENTITY = {"recipe": "mnist", "seed": 3, "schedule": ((0, 1e-3), (5, 1e-4)), "weights": None}
 ARRAYS = {

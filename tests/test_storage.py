@@ -17,17 +17,17 @@ import pytest
 import torch
 
 import deltabars
-from deltabars import shards, storage
 from deltabars.errors import (
     CorruptFileError,
     FormatVersionError,
     StorageError,
     WeightsMismatchError,
 )
-from deltabars.folders import write_whole_folder
-from deltabars.likelihoods import Categorical
-from deltabars.ranks import Ranks
-from deltabars.writing import write_text, write_whole
+from deltabars.likelihoods.categorical import Categorical
+from deltabars.runtime.distributed import Ranks
+from deltabars.storage import format as storage
+from deltabars.storage import shards
+from deltabars.storage.writing import write_text, write_whole, write_whole_folder
 from tests.conftest import cached_case
 from tests.networks import make_case
 from tests.stopping import end, start

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import deltabars
-from deltabars import shards, storage
-from deltabars.cli import main
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -26,8 +26,9 @@ from deltabars.errors import (
     StorageError,
     WeightsMismatchError,
 )
-from deltabars.runs import Run
-from deltabars.vectors import PartedVectors
+from deltabars.runtime.vectors import PartedVectors
+from deltabars.storage import format as storage
+from deltabars.storage import shards
 from tests.conftest import cached_case
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
@@ -121,7 +122,7 @@ class TestFolder:
 
     def test_parts_can_be_written_by_many(self, fit, tmp_path, dense_case):
         """As the processes of a distributed fit do, each with its own columns."""
-        from deltabars.saving import head_of
+        from deltabars.fitting.saving import head_of
 
         places = [(20, 43), (0, 20)]
         parts = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars import summation
-from deltabars.summation import add_inner, inner
+from deltabars.runtime import vectors as summation
+from deltabars.runtime.vectors import add_inner, inner
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 200_000])

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import deltabars
+from deltabars.cli.tables import columns_of, plain_rows, write_table
 from deltabars.errors import BadValueError, StorageError
-from deltabars.ranking import ranked
-from deltabars.tables import columns_of, plain_rows, write_table
+from deltabars.prediction.ranking import ranked
 
 # The networks are not trained: tables only copy their numbers.
 pytestmark = pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.checkpoints import CheckpointFolder
-from deltabars.cli import main
-from deltabars.eigen import block_krylov, incremental_svd, lanczos
+from deltabars.cli.entry import main
+from deltabars.eigen import incremental_svd
+from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.fitting.checkpoints import CheckpointFolder
 from tests import ranked
 from tests.stopping import LONGER, WAYS, differing, fit, subject
 

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import CIFAR10, L2, MNIST, paper_network
-from deltabars.recipes.stack import Stack
-from deltabars.recipes.training import train
+from deltabars.recipes.training import Stack, train
 
 COUNT = 130  # not a multiple of 100: the second batch holds 30 images and the first 70 again
 STEPS = 4

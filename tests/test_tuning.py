@@ -7,7 +7,7 @@ import torch
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.tuning import Evidence
+from deltabars.fitting.tuning import Evidence
 from tests.conftest import cached_case
 from tests.networks import make_case
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import deltabars
-from deltabars import rounding, vectors
-from deltabars.covariance import Defects, build_covariance
+from deltabars.covariance.estimators import build_covariance
+from deltabars.covariance.tail import Defects
 from deltabars.errors import BadValueError
-from deltabars.memory import read_bytes
-from deltabars.vectors import Part, PartedVectors
+from deltabars.runtime import vectors
+from deltabars.runtime.memory import read_bytes
+from deltabars.runtime.vectors import Part, PartedVectors
+from deltabars.storage import shards as rounding
 from tests.conftest import cached_case
 from tests.networks import train
 

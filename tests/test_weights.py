@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import deltabars
+from deltabars.cli.sources.models import NamedModel
+from deltabars.cli.sources.weights import read_weights
 from deltabars.errors import CorruptFileError, DeltaBarsError, ModelError
-from deltabars.reading import parse_json
-from deltabars.sources import NamedModel
-from deltabars.sources.weights import read_weights
+from deltabars.storage.reading import parse_json
 from tests.hostile import in_child
 from tests.networks import dense
 

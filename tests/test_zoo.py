@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import deltabars
-from deltabars.curvature import HessianOperator
+from deltabars.curvature.hessian import HessianOperator
 from deltabars.errors import ModelWarning, OptimumWarning
 from tests.oracles import Oracle
 from tests.test_model_untouched import model_state, torch_state

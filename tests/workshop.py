@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import deltabars
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from deltabars.recipes.digits import load_digits, train_to_convergence
 
 L2 = 0.01

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import deltabars
-from deltabars.runs import Run
-from deltabars.sources import NamedData, NamedModel
+from deltabars.cli.runs import Run
+from deltabars.cli.sources.data import NamedData
+from deltabars.cli.sources.models import NamedModel
 from tests.networks import NETWORKS, make_case
 from tests.test_concurrency import fit_of, in_threads, same, terminated
 from tests.workshop import contents

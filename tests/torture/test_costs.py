@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.checkpoints import CheckpointFolder
 from deltabars.errors import ConvergenceWarning, OptimumWarning, SpectrumWarning
+from deltabars.fitting.checkpoints import CheckpointFolder
 
 WAYS = {"without": None, "every minute": 60.0, "every step": 0.0}
 

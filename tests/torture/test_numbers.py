@@ -8,11 +8,12 @@ from collections import Counter
 
 import torch
 
-from deltabars.eigen import arpack, block_krylov, dense, incremental_svd, lanczos
-from deltabars.eigen.auditing import audit
+from deltabars.eigen import arpack, dense, incremental_svd
+from deltabars.eigen.audit import audit
+from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import ConvergenceWarning, DeltaBarsError
-from deltabars.space import Space
+from deltabars.runtime.vectors import Space
 from tests.properties import LAWS
 from tests.random_problems import Problem, Shape
 from tests.spectra import matrix_with

@@ -14,7 +14,7 @@ from collections import Counter
 
 import pytest
 
-from deltabars.cli import main
+from deltabars.cli.entry import main
 from tests.launches import DATA, ROOT, ended, launch, rows_of, times_each
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

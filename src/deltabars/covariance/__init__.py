@@ -1,27 +1,7 @@
-"""Covariance matrices of trained parameters, from eigenpairs and λ, and what they bound."""
+"""The covariance of trained parameters from eigenpairs and λ, and the intervals around it.
 
-from deltabars.covariance.base import Covariance
-from deltabars.covariance.estimators import (
-    DEFAULT_ESTIMATOR,
-    ESTIMATORS,
-    InverseCovariance,
-    build_covariance,
-)
-from deltabars.covariance.low_rank import LowRankPlusIdentity
-from deltabars.covariance.sandwich import SandwichCovariance
-from deltabars.covariance.spread import Spread
-from deltabars.covariance.tail import Defects, Tail, warn_about_spectrum
+`low_rank.py` has the one matrix form and what is asked of a covariance, `tail.py` what is known of
+the eigenvalues that were not computed, `estimators.py` and `sandwich.py` the estimators.
 
-__all__ = [
-    "DEFAULT_ESTIMATOR",
-    "ESTIMATORS",
-    "Covariance",
-    "Defects",
-    "InverseCovariance",
-    "LowRankPlusIdentity",
-    "SandwichCovariance",
-    "Spread",
-    "Tail",
-    "build_covariance",
-    "warn_about_spectrum",
-]
+Nothing here knows networks or data; eigenpairs come as plain tensors.
+"""

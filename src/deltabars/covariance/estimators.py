@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltabars.covariance.base import Covariance
-from deltabars.covariance.low_rank import LowRankPlusIdentity
+from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
 from deltabars.covariance.sandwich import SandwichCovariance
-from deltabars.covariance.spread import Spread
 from deltabars.covariance.tail import EXACT, Defects, Tail
-from deltabars.vectors import Basis, first
+from deltabars.runtime.vectors import Basis, first
 
 # The matrices whose eigenpairs each estimator needs.
 ESTIMATORS: Mapping[str, tuple[str, ...]] = {

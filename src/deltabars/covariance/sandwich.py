@@ -9,12 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deltabars.covariance.base import Covariance
-from deltabars.covariance.low_rank import LowRankPlusIdentity
-from deltabars.covariance.rounding import Ball
-from deltabars.covariance.spread import Spread
-from deltabars.covariance.tail import Tail
-from deltabars.vectors import Basis, first
+from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
+from deltabars.covariance.tail import Ball, Tail
+from deltabars.runtime.vectors import Basis, first
 
 
 @dataclass(frozen=True, eq=False)

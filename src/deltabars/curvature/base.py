@@ -1,4 +1,4 @@
-"""What every curvature matrix of a cost has in common: (1/N)·Σₙ Aₙ + λI."""
+"""The columns of rows of derivatives that are kept: those of the parameters that are reached."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.batches import Batch
-from deltabars.curvature.columns import kept_parts
+from deltabars.curvature.layers import kept_parts
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.memory import KEPT, attempt, chunk_within, share
-from deltabars.network import model_errors
-from deltabars.precision import full_precision
-from deltabars.problem import Problem
+from deltabars.problem.batches import Batch
+from deltabars.problem.network import model_errors
+from deltabars.problem.problem import Problem
+from deltabars.runtime.memory import KEPT, attempt, chunk_within, share
+from deltabars.runtime.precision import full_precision
 
 _ROWS_AT_ONCE = 64
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deltabars.batches import Batch
 from deltabars.curvature.base import RowOperator
+from deltabars.problem.batches import Batch
 
 
 class GGNOperator(RowOperator):

@@ -26,9 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltabars.curvature.graphs import dependent, kind
-from deltabars.curvature.rewriting import rewrite
-from deltabars.turns import Turns
+from deltabars.curvature.rewriting import dependent, kind, rewrite
+from deltabars.runtime.precision import Turns
 
 Tensors = tuple[Tensor, ...]
 

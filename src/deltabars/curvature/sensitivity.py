@@ -13,12 +13,10 @@ from torch import Tensor
 from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, ModelError
-from deltabars.inputs import Inputs
-from deltabars.likelihoods import Likelihood, unit_rows
-from deltabars.ranks import same_everywhere
-from deltabars.sharded import ShardedVectors
-from deltabars.summation import add_inner
-from deltabars.vectors import Basis, columns, ranges
+from deltabars.likelihoods.base import Likelihood, unit_rows
+from deltabars.problem.inputs import Inputs
+from deltabars.runtime.distributed import same_everywhere
+from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 
 SPACES = ("probability", "logit")
 

@@ -9,15 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deltabars.errors import (
-    ModelWarning,
-    first_line,
-    option,
-)
-from deltabars.inputs import Inputs, map_leaves
-from deltabars.memory import ran_out
-from deltabars.network import Network
-from deltabars.turns import without_noise
+from deltabars.errors import ModelWarning, first_line, option
+from deltabars.problem.inputs import Inputs, map_leaves
+from deltabars.problem.network import Network
+from deltabars.runtime.memory import ran_out
+from deltabars.runtime.precision import without_noise
 
 Rows = dict[str, Tensor]  # (B, R, ·) by name of a parameter
 Way = Callable[[Inputs, Tensor, tuple[str, ...]], Rows]

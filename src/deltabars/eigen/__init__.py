@@ -1,4 +1,11 @@
-"""Eigenpairs of symmetric matrices that are seen through their products with vectors."""
+"""Eigenpairs of symmetric matrices that are seen through their products with vectors.
+
+Each solver takes any object with `shape` and `matmat` (see `operators.py`) and returns
+`EigenPairs`. `audit.py` measures the pairs against the matrix, `quadrature.py` encloses
+quadratic forms.
+
+Nothing here knows networks, data or statistics.
+"""
 
 from deltabars.eigen.arpack import arpack
 from deltabars.eigen.dense import dense

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from deltabars.eigen.krylov import OnStep, Run
-from deltabars.eigen.missed import with_missed_copies
+from deltabars.eigen.krylov import OnStep, Run, with_missed_copies
 from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
     EigenPairs,
@@ -18,12 +17,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.resuming import Course
-from deltabars.errors import (
-    BadValueError,
-    DeltaBarsError,
-    MissingDependencyError,
-    option,
-)
+from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
 
 
 def arpack(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltabars.space import Space
-from deltabars.summation import inner
+from deltabars.runtime.vectors import Space, inner
 
 _COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
 _COLUMNS_AT_ONCE_ELSEWHERE = 4096

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, ConvergenceWarning
-from deltabars.space import Spaces
-from deltabars.vectors import first
+from deltabars.runtime.vectors import Spaces, first
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"

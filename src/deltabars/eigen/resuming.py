@@ -1,21 +1,149 @@
-"""How far a Krylov run has come: saved at intervals, and taken up again."""
+"""Where a solver stands: what it saves on the way, so that it can be gone on with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deltabars.eigen.basis import Basis
-from deltabars.eigen.growth import Followed, Growth
 from deltabars.eigen.operators import _Products
-from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs
-from deltabars.eigen.projected import Projected
-from deltabars.eigen.restarting import Patience
-from deltabars.eigen.states import Checkpoint, Rows, State
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, lower_scale, residual_scale
+from deltabars.eigen.projected import Followed, Growth, Projected, Ritz
 from deltabars.errors import CorruptFileError
+from deltabars.runtime.distributed import Columns
+from deltabars.runtime.vectors import Space
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows (n, P) that may become more.
+
+    Attributes:
+        epoch: for as long as it stays the same, so do the rows that were there before.
+        blocks: the rows, some at a time.
+        start: how many come before them, that are kept already.
+        columns: which columns of them each rank has; None where they are whole.
+    """
+
+    epoch: str
+    blocks: Iterable[Tensor]
+    start: int = 0
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a solver needs to go on as if it had not been stopped.
+
+    Attributes:
+        numbers: whole numbers and texts.
+        tensors: what is small, or changes at every step.
+        rows: what is large, and grows.
+    """
+
+    numbers: Mapping[str, int | str]
+    tensors: Mapping[str, Tensor]
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+
+
+class Checkpoint(Protocol):
+    """Where states are kept."""
+
+    def load(self, space: Space) -> State | None:
+        """The state that was saved last, with rows in a space; None where there is none."""
+
+    def is_due(self) -> bool:
+        """Whether it is time to save again."""
+
+    def save(self, state: State) -> None:
+        """Keep a state in place of those before. What cannot be written is not an error."""
+
+
+# So many restarts, and products for so many bases: thrice the longest lull seen.
+_RESTARTS, _BASES = 200, 40
+_LESS = 0.9
+
+
+@dataclass
+class Patience:
+    """When restarts have come to a standstill: a cluster of eigenvalues that the basis cannot hold.
+
+    Attributes:
+        distance: the least there was (see `Ritz.distance`), but for falls of less than a tenth.
+        restarts: since then.
+        products: that were done then.
+    """
+
+    distance: float = math.inf
+    restarts: int = 0
+    products: int = 0
+
+    def is_over(self, distance: float, products: int, max_vectors: int) -> bool:
+        """Whether to stop, at a restart after so many products with a basis of so many vectors."""
+        if distance < _LESS * self.distance:
+            self.distance, self.restarts, self.products = distance, 0, products
+            return False
+        self.restarts += 1
+        return self.restarts > _RESTARTS and products - self.products > _BASES * max_vectors
+
+
+def to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
+    """Which of `size` ascending Ritz pairs a restart keeps: those wanted, and a third of the rest.
+
+    What is kept beyond the wanted pairs saves it from being found again; what is not leaves room.
+    """
+    rest = size - rank - smallest
+    spare = max(0, min(rest // 3, rest - 2 * block_size))
+    below = smallest + spare // 2 if smallest else 0
+    above = rank + smallest + spare - below
+    return torch.cat([torch.arange(below), torch.arange(size - above, size)])
+
+
+def insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
+    """The pairs with one more among them and without the last. The vectors move in place."""
+    rank = len(pairs)
+    place = int((pairs.values >= missed.values).sum())
+    for row in range(rank - 1, place, -1):
+        pairs.vectors[row] = pairs.vectors[row - 1]
+    if place < rank:
+        pairs.vectors[place] = missed.vectors[0]
+    values, residuals = (
+        torch.cat([own[:place], new, own[place:]])[:rank]
+        for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
+    )
+    return replace(pairs, values=values, residuals=residuals)
+
+
+def found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: float) -> EigenPairs:
+    """The `rank` largest Ritz pairs, whose vectors take the place of the basis.
+
+    Args:
+        least: the least Ritz value there has been.
+        tolerance: for the eigenvalues of the lower end that are known as well.
+    """
+    values = ritz.values.flip(0)[:rank]
+    basis.keep(ritz.coordinates.flip(1)[:, :rank])
+    residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
+    rest = ritz.values.shape[0] - values.shape[0]
+    lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
+    lower_residuals = lower_norms / lower_scale(lower, values[:1].expand_as(lower))
+    known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
+    vectors = basis.take()
+    device = vectors.device
+    return EigenPairs(
+        values.to(device),
+        vectors,
+        residuals.to(device),
+        lower[:known].to(device),
+        lower_residuals[:known].to(device),
+        {LEAST_RITZ: least},
+    )
+
 
 _SMALL_PARTS = ("values", "residuals", "smallest", "smallest_residuals")
 

@@ -1,1 +1,1 @@
-"""deltabars inside other libraries; each room needs the extra of its name."""
+"""deltabars inside other libraries; each file needs the extra of its name."""

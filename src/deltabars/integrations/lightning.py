@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deltabars.errors import MissingDependencyError
+from deltabars.integrations.callbacks import FitsAtTheEnd
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -10,8 +11,6 @@ except ImportError as error:
     raise MissingDependencyError(
         "This callback needs Lightning: pip install 'deltabars[lightning]'."
     ) from error
-
-from deltabars.integrations.callbacks import FitsAtTheEnd
 
 
 class DeltaBarsCallback(FitsAtTheEnd, Callback):

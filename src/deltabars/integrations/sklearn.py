@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltabars.covariance import DEFAULT_ESTIMATOR
-from deltabars.decay import L2
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
 from deltabars.errors import BadValueError, MissingDependencyError
-from deltabars.fitted import DeltaFit
-from deltabars.fitting import fit as fit_error_bars
-from deltabars.likelihoods import Gaussian, Likelihood
-from deltabars.prediction import Prediction
-from deltabars.recipes.digits import train_to_convergence
+from deltabars.fitting.fit import fit as fit_error_bars
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.integrations.convergence import train_to_convergence
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.prediction.prediction import Prediction
+from deltabars.problem.prior import L2
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, MissingDependencyError
-from deltabars.metrics import auroc, risk_coverage
-from deltabars.prediction import Prediction
+from deltabars.prediction.metrics import auroc, risk_coverage
+from deltabars.prediction.prediction import Prediction
 
 try:
     from torchmetrics import Metric

@@ -1,11 +1,13 @@
-"""What the outputs of a network mean: likelihoods, and the losses that belong to them."""
+"""What the outputs of a network mean: the loss, the mean and its derivatives.
+
+One file a likelihood; `base.py` says what each must have, `losses.py` reads torch's loss modules.
+"""
 
 from deltabars.likelihoods.base import Likelihood, unit_rows
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.likelihoods.losses import Loss, named_loss, read_loss
-from deltabars.likelihoods.named import get_likelihood
+from deltabars.likelihoods.losses import Loss, get_likelihood, named_loss, read_loss
 
 __all__ = [
     "Bernoulli",

@@ -9,12 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    is_option,
-    option,
-)
+from deltabars.errors import BadValueError, DataError, is_option, option
 from deltabars.likelihoods.base import Likelihood, numbers, own_class
 
 

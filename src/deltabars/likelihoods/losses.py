@@ -1,32 +1,10 @@
-"""What a training cost was: its loss, read from a name, a Likelihood, or a loss module of torch.
-
-A network is trained to an optimum of loss + (λ/2)·‖ω‖², with the loss over all N examples of C
-outputs reduced in some way. What is computed with is the mean of a proper likelihood,
-
-    (1/N) Σₙ lossₙ + (λ'/2)·‖ω‖²,    lossₙ = wₙ·(−log p(targetₙ)), summed over the outputs, w̄ = 1
-
-A factor on the whole loss does not belong to the likelihood (the covariance would take it for more
-examples): it is moved to λ. With vₙ the weights that were given, V = Σₙ vₙ (N without weights) and
-ℓₙ = vₙ·(−log p), so that lossₙ = (N/V)·ℓₙ:
-
-    module                       its loss          = a·(1/N) Σ lossₙ     λ' = λ/a
-    CrossEntropyLoss   mean      Σ ℓₙ / V            a = 1                 λ
-                       sum       Σ ℓₙ                a = V                 λ/V
-    BCEWithLogitsLoss  mean      Σ ℓₙ / (N·C)        a = V/(N·C)           λ·C·N/V
-                       sum       Σ ℓₙ                a = V                 λ/V
-    MSELoss            mean      2 Σ ℓₙ / (N·C)      a = 2/C               λ·C/2
-                       sum       2 Σ ℓₙ              a = 2N                λ/(2N)
-
-torch's weighted mean over a minibatch divides by the weights of that minibatch, which over many of
-them comes to nearly the same. MSELoss (ℓₙ is half the squared error) leaves the noise open: it is
-estimated.
-"""
+"""Likelihoods by name, and as they are written to files."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -36,7 +14,61 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import ESTIMATE, Gaussian
-from deltabars.likelihoods.named import LIKELIHOODS, get_likelihood
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    likelihood.name: likelihood for likelihood in (Categorical(), Bernoulli(), Gaussian())
+}
+
+
+def get_likelihood(name: str | Likelihood) -> Likelihood:
+    """The likelihood of that name; a Likelihood is returned as it is."""
+    if isinstance(name, Likelihood):
+        return name
+    if not isinstance(name, str) or name not in LIKELIHOODS:
+        raise BadValueError(f"likelihood: expected one of {sorted(LIKELIHOODS)}, got {name!r}.")
+    return LIKELIHOODS[name]
+
+
+def is_own(likelihood: Likelihood) -> bool:
+    """Whether it is one of deltabars' own, and not a user's, which a file cannot hold."""
+    return type(likelihood) is type(LIKELIHOODS.get(likelihood.name))
+
+
+def described(likelihood: Likelihood) -> str | dict[str, Any]:
+    """A likelihood in JSON: its name, with its attributes where they are not the usual ones.
+
+    The name alone is what versions before weights and noise wrote and read; they refuse the rest.
+    """
+    if likelihood == LIKELIHOODS[likelihood.name]:
+        return likelihood.name
+    assert isinstance(likelihood, Categorical | Bernoulli | Gaussian)
+    return {"name": likelihood.name, **asdict(likelihood)}
+
+
+def told_apart(likelihood: Likelihood) -> Any:
+    """What tells a likelihood from others: of the user's own its class and plain attributes."""
+    if is_own(likelihood):
+        return described(likelihood)
+    kind = type(likelihood)
+    plain = {
+        name: value
+        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
+
+
+def from_description(description: Any) -> Likelihood:
+    """The likelihood that was described.
+
+    Raises:
+        KeyError, TypeError, BadValueError: it was not described by `described`.
+    """
+    if not isinstance(description, dict):
+        return get_likelihood(description)
+    attributes = dict(description)
+    return type(get_likelihood(attributes.pop("name")))(**attributes)
+
 
 Divisor = Literal["weights", "elements", "nothing"]
 

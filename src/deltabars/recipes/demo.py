@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from deltabars.fitted import DeltaFit
-from deltabars.fitting import fit
-from deltabars.metrics import Regression, regression
-from deltabars.prediction import Prediction
-from deltabars.ranking import least_certain, most_certain
+from deltabars.fitting.fit import fit
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.prediction.metrics import Regression, regression
+from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.ranking import least_certain, most_certain
 from deltabars.recipes.digits import L2, Digits, digits_network, load_digits, train_to_convergence
-from deltabars.report.gallery import Row, save_gallery
-from deltabars.report.page import save_report
+from deltabars.report.galleries import Row, save_gallery
+from deltabars.report.page.assembling import save_report
 
 RANK = 150
 _SHOWN = 8

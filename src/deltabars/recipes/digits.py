@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from deltabars.errors import MissingDependencyError
+from deltabars.integrations.convergence import train_to_convergence
+
+__all__ = [
+    "L2",
+    "Digits",
+    "digits_network",
+    "load_digits",
+    "train_to_convergence",
+    "trained_digits",
+]
 
 L2 = 0.01
 _TRAINING_SHARE = 1297  # of 1,797 scans; the other 500 are for testing
@@ -54,42 +63,6 @@ def digits_network(seed: int = 0) -> nn.Module:
             nn.Flatten(),
             nn.Linear(64, 10),
         )
-
-
-def train_to_convergence(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    l2: float,
-    steps: int = 400,
-    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
-) -> float:
-    """Minimise mean loss + (l2/2)·‖w‖² by full-batch L-BFGS in float64.
-
-    Returns:
-        The norm of the cost's gradient at the end.
-    """
-    kind = next(model.parameters()).dtype
-    model.double()
-    weights = list(model.parameters())
-    optimiser = torch.optim.LBFGS(
-        weights, max_iter=steps, history_size=30, line_search_fn="strong_wolfe",
-        tolerance_grad=1e-7, tolerance_change=0.0,
-    )  # fmt: skip
-
-    def cost() -> Tensor:
-        optimiser.zero_grad()
-        mean = loss(model(images.double()), labels)
-        total: Tensor = mean + 0.5 * l2 * sum(w.square().sum() for w in weights)
-        total.backward()
-        return total
-
-    optimiser.step(cost)
-    cost()
-    norm = torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()
-    optimiser.zero_grad()
-    model.to(kind).eval()
-    return float(norm)
 
 
 def trained_digits(

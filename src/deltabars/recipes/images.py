@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError
-from deltabars.reading import check_unpacked, length_of, open_plain
+from deltabars.storage.reading import check_unpacked, length_of, open_plain
 
 PARTS = ("train", "test")
 _MNIST_FILES = {"train": "train", "test": "t10k"}  # MNIST's own names of its parts

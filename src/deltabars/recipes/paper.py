@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deltabars.archives import read_arrays
 from deltabars.errors import ModelError
 from deltabars.recipes.images import Reader, read_cifar10, read_mnist
+from deltabars.storage.reading import read_arrays
 
 L2 = 0.01
 BATCH = 100

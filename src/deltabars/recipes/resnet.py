@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltabars.errors import BadValueError
-from deltabars.fitted import DeltaFit
-from deltabars.fitting import fit
-from deltabars.progress import Progress
+from deltabars.fitting.fit import fit
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.runtime.progress import Progress
 
 L2 = 5e-4  # the weight decay that is usual for this network
 _AT_ONCE = 512  # images, where nothing is learnt

@@ -1,1 +1,1 @@
-"""Pictures of fits and predictions (matplotlib, an extra)."""
+"""Figures (matplotlib) and the page (plotly) about fits and predictions; both are extras."""

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.report.smoothing import smooth_curve
 from deltabars.report.style import (
     FAINT,
     FALSE_POSITIVE,
+    FULL_RANK,
+    LOW_RANK,
     PAGE,
+    REFERENCE,
+    REGRESSION,
     TRUE_POSITIVE,
     house_style,
     legends_below,
     new_figure,
     save,
+    smooth_curve,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
 _MOST_DOTS = 100_000  # more would hide one another and swell the file
@@ -99,3 +106,224 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 def _sample(count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:_MOST_DOTS]
+
+
+_IN_A_ROW = 3
+_CELLS = 50  # across a panel
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """n pairs of numbers, and the line y ≈ intercept + slope·x through them; NaN is no line."""
+
+    title: str
+    x: Tensor  # (n,)
+    y: Tensor  # (n,)
+    slope: float
+    intercept: float
+    r2: float
+    x_label: str
+    y_label: str
+
+
+def save_comparisons(
+    path: str | os.PathLike[str], panels: Sequence[Comparison], title: str = ""
+) -> None:
+    """Draw comparisons into an image file, as `draw_comparisons` does."""
+    save(draw_comparisons(panels, title), path)
+
+
+@house_style()
+def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
+    """How many pairs lie where, with the regression line and the identity, a panel each; three in a
+    row, but two rows of two.
+
+    Cells are coloured by the logarithm of their counts, on one scale for all panels. Both axes of
+    a panel have the same limits.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, LogNorm
+
+    columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    height = 2.35 * rows + (0.55 if title else 0.35)
+    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), height, "compressed")
+    if title:
+        figure.suptitle(title)
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in places[len(panels) :]:
+        unused.remove()
+    places = places[: len(panels)]
+    cells = [
+        _draw_panel_comparison(axes, panel) for axes, panel in zip(places, panels, strict=True)
+    ]
+    # The palest blues could not be told from the paper.
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.25, 1, 256)))
+    most = max(float(np.asarray(cell.get_array()).max()) for cell in cells)
+    for cell in cells:
+        cell.set_norm(LogNorm(1, max(most, 2)))
+        cell.set_cmap(shades)
+    legends_below(figure, places[(rows - 1) * columns :], 0.28)
+    figure.colorbar(cells[-1], ax=places, shrink=0.9 / rows, pad=0.02, label="pairs in a cell")
+    return figure
+
+
+def _draw_panel_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
+    from matplotlib.ticker import MaxNLocator
+
+    x, y = panel.x.double().numpy(), panel.y.double().numpy()
+    low = min(0.0, x.min(), y.min())
+    high = max(x.max(), y.max(), low + 1e-12)
+    ends = low, high + 0.02 * (high - low)
+    cells = axes.hexbin(
+        x,
+        y,
+        gridsize=_CELLS,
+        extent=(*ends, *ends),
+        mincnt=1,
+        linewidths=0,
+        rasterized=True,
+    )
+    axes.axline((0, 0), slope=1, color=REFERENCE, linestyle=":", linewidth=0.9, label="identity")
+    if not math.isnan(panel.slope):
+        _draw_line(axes, panel)
+    axes.set_xlim(*ends)
+    axes.set_ylim(*ends)
+    axes.set_aspect("equal")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_title(panel.title)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    return cells
+
+
+def _draw_line(axes: Axes, panel: Comparison) -> None:
+    at_zero = (0, panel.intercept)
+    axes.axline(at_zero, slope=panel.slope, color=REGRESSION, linewidth=1.2, label="regression")
+    intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
+    numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
+    numbers = numbers.replace("-", "−")
+    # The corner that the points stay away from.
+    across, up, align = (0.97, 0.04, "right") if panel.slope > 0.5 else (0.05, 0.76, "left")
+    axes.text(across, up, numbers, transform=axes.transAxes, ha=align, fontsize=7)
+
+
+def save_surfaces(
+    path: str | os.PathLike[str],
+    ranks: Tensor,
+    grid: Tensor,
+    std: Tensor,
+    error: Tensor,
+    title: str,
+) -> None:
+    """Draw two surfaces into an image file, as `draw_surfaces` does."""
+    save(draw_surfaces(ranks, grid, std, error, title), path)
+
+
+@house_style()
+def draw_surfaces(ranks: Tensor, grid: Tensor, std: Tensor, error: Tensor, title: str) -> Figure:
+    """Smoothed std (left) and its error (right) over K and probability (the paper's Figure 6).
+
+    Nothing is drawn where a value is NaN.
+
+    Args:
+        ranks: (R,), ascending.
+        grid: (g,), probabilities.
+        std: (R, g).
+        error: (R, g), the bound on std's own error.
+        title: over both.
+    """
+    # A layout of its own: matplotlib's leave much room around 3-D axes, and cut their labels.
+    figure = new_figure(PAGE, 3.0, layout=None)
+    figure.suptitle(title, y=0.98)
+    for left, height, name in ((0.0, std, "std"), (0.5, error, "error of the std")):
+        axes = figure.add_axes((left, 0.07, 0.5, 0.83), projection="3d")
+        _draw_surface(axes, ranks, grid, height, name)
+    return figure
+
+
+# matplotlib does not say what a 3-D projection's axes are.
+def _draw_surface(axes: Any, ranks: Tensor, grid: Tensor, height: Tensor, name: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    x, y = np.meshgrid(ranks.numpy(), grid.numpy(), indexing="ij")
+    z = height.double().numpy()
+    top = float(np.nanmax(z, initial=0.0)) or 1.0
+    axes.plot_surface(
+        x,
+        y,
+        z,
+        rstride=1,
+        cstride=1,
+        cmap="viridis",
+        vmin=0,
+        vmax=top,
+        linewidth=0.2,
+        edgecolor=(1, 1, 1, 0.4),
+        rasterized=True,
+    )
+    axes.set_zlim(0, top)
+    axes.set_title(name, y=1.01)
+    axes.set_xlabel("eigenpairs K", labelpad=-4)
+    axes.set_ylabel("probability", labelpad=-4)
+    axes.tick_params(pad=-2)
+    axes.tick_params(axis="z", pad=2)
+    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.view_init(elev=24, azim=-52)
+    axes.set_box_aspect((1.15, 1.15, 0.8), zoom=1.13)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One foreign input and its scores at R ranks, beside those of n training inputs."""
+
+    image: Tensor  # (H, W) or (3, H, W), pixels in [0, 1]
+    ranks: Tensor  # (R,), ascending
+    full: Tensor  # (R,), the full-rank score
+    full_low: Tensor  # (R,), the interval that contains the exact score
+    full_high: Tensor  # (R,)
+    low_rank: Tensor  # (R,), the score of the K computed eigenpairs alone
+    references: Tensor  # (n, R), full-rank scores of training inputs
+
+
+def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> None:
+    """Draw a foreign input and its scores into an image file, as `draw_foreign` does."""
+    save(draw_foreign(foreign, title), path)
+
+
+@house_style()
+def draw_foreign(foreign: Foreign, title: str) -> Figure:
+    """Scores against K with full and with low rank, and the image (the paper's Figure 7)."""
+    figure = new_figure(PAGE, 2.9)
+    figure.suptitle(title)
+    curves, picture = figure.subplots(1, 2, width_ratios=(3, 1))
+    _draw_curves(curves, foreign)
+    legends_below(figure, [curves], 0.2)
+    image = foreign.image.numpy()
+    colours = image.transpose(1, 2, 0) if image.ndim == 3 else image
+    picture.imshow(colours, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    picture.set_xticks([])
+    picture.set_yticks([])
+    picture.spines[:].set_visible(True)
+    picture.set_title("the foreign image")
+    return figure
+
+
+def _draw_curves(axes: Axes, foreign: Foreign) -> None:
+    ranks = foreign.ranks.numpy()
+    low, high = foreign.full_low.numpy(), foreign.full_high.numpy()
+    axes.plot(ranks, foreign.full.numpy(), color=FULL_RANK, zorder=4, label="full rank")
+    band: dict[str, Any] = {"color": FULL_RANK, "alpha": 0.2, "linewidth": 0}
+    axes.fill_between(ranks, low, high, label="its error interval", **band)
+    axes.plot(ranks, foreign.low_rank.numpy(), color=LOW_RANK, zorder=4, label="low rank")
+    count = len(foreign.references)
+    number = "ten" if count == 10 else f"{count}"
+    for place, scores in enumerate(foreign.references):
+        label = f"{number} highest training scores, full rank" if place == 0 else None
+        axes.plot(ranks, scores.numpy(), color=REFERENCE, linewidth=0.6, alpha=0.6, label=label)
+    axes.set_xlim(ranks.min(), ranks.max())
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("eigenpairs K")
+    axes.set_ylabel("score")

@@ -1,5 +1,5 @@
 """One self-contained HTML page about a fit and its predictions (plotly, an extra)."""
 
-from deltabars.report.page.saving import save_report
+from deltabars.report.page.assembling import save_report
 
 __all__ = ["save_report"]

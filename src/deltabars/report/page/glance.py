@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import deltabars
-from deltabars.judging import LEVELS, mean_bound
-from deltabars.report.page.numbers import percent, say
-from deltabars.report.page.subject import Subject
+from deltabars.prediction.judgement import LEVELS, mean_bound
+from deltabars.report.page.subject import Subject, percent, say
+from deltabars.runtime import VERSION
 
 _VERDICTS = {
     "bars": "Bars",
@@ -115,7 +114,7 @@ def notices(subject: Subject) -> list[Notice]:
 
 def versions(subject: Subject, plotly: str) -> str:
     """What the page was made with."""
-    made = f"deltabars {deltabars.__version__}, plotly {plotly}"
+    made = f"deltabars {VERSION}, plotly {plotly}"
     torch_version = subject.fit.diagnostics.get("torch")
     return made + (f"; fitted with torch {torch_version}" if torch_version else "")
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.report.page.numbers import short
-from deltabars.report.page.settling import Settling
-from deltabars.report.page.subject import Subject
+from deltabars.report.page.inputs import Settling
+from deltabars.report.page.subject import Subject, short
 
 _ALL_CLASSES = 16  # up to so many are shown of each input; of more, the most probable ones
 _MOST_PROBABLE = 10

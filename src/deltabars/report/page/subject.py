@@ -1,18 +1,55 @@
-"""What a page is about: a fit, its predictions, and what is known of the inputs."""
+"""Numbers as they stand in a page: short, and never NaN, which JSON does not have."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
-from deltabars.fitted import DeltaFit
-from deltabars.judging import Evidence, impossible, saturated
-from deltabars.prediction import Prediction
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.prediction.judgement import Evidence, impossible, saturated
+from deltabars.prediction.prediction import Prediction
+
+DIGITS = 5  # significant ones: a page shows three or four
+
+
+def short(values: Any) -> Any:
+    """Numbers (an array, a tensor, or one number) rounded to five digits, as lists of floats.
+
+    What is not finite becomes None.
+    """
+    return _rounded(np.asarray(values, dtype=np.float64).tolist())
+
+
+def say(value: float, digits: int = 3) -> str:
+    """A number for people: `1,297`, `0.0285`, `3.1e-06`."""
+    if value == round(value) and abs(value) < 1e9:
+        return f"{round(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 1e-4:
+        return np.format_float_positional(float(f"{value:.{digits}g}"), trim="-", unique=True)
+    return f"{value:.{digits - 1}e}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage, `95.6 %`; halves go up, as they do in the page's program."""
+    return f"{math.floor(1000 * share + 0.5) / 10:.1f} %"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 @dataclass(frozen=True)
@@ -128,3 +165,58 @@ def _check_names(
 
 def _output_names(kind: str, count: int) -> list[str]:
     return [f"output {c}" if kind == "gaussian" else f"{c}" for c in range(count)]
+
+
+_OF_A_CLASS = 4  # most certain inputs of a class in the gallery, and as many least certain ones
+_MOST_CLASSES = 24
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A class of the gallery: the places of its most and of its least certain inputs."""
+
+    label: int
+    count: int  # inputs of this predicted class
+    most: list[int]  # the most certain one first
+    least: list[int]  # the least certain one first
+
+
+def choose_shelves(subject: Subject, rows: int) -> list[Shelf]:
+    """The gallery: by predicted class, in the order of the classes; empty but for categories.
+
+    Of more than 24 classes, those that were predicted most often. There are fewer classes where the
+    page has fewer rows than they would fill.
+    """
+    if subject.kind != "categorical" or subject.prediction.label is None:
+        return []
+    label = subject.prediction.label.numpy()
+    score = subject.prediction.score.double().numpy()
+    counts = np.bincount(label, minlength=len(subject.classes))
+    room = max(1, min(_MOST_CLASSES, rows // (2 * _OF_A_CLASS)))
+    chosen = np.argsort(-counts, kind="stable")[:room]
+    shelves = []
+    for c in sorted(int(c) for c in chosen if counts[c]):
+        places = np.flatnonzero(label == c)
+        order = places[np.argsort(score[places], kind="stable")]
+        few = min(_OF_A_CLASS, (len(order) + 1) // 2)  # an input is in one of the two rows
+        most, least = order[:few], order[::-1][: min(_OF_A_CLASS, len(order) - few)]
+        shelves.append(Shelf(c, len(order), most.tolist(), least.tolist()))
+    return shelves
+
+
+def choose_rows(subject: Subject, rows: int, shelves: list[Shelf]) -> list[int]:
+    """The places of the inputs in the page, ascending: all, if there are no more than `rows`.
+
+    Else the gallery's, then the highest scores up to half of the rows, then an even sample of the
+    others over the order of their scores.
+    """
+    total = len(subject)
+    if total <= rows:
+        return list(range(total))
+    order = np.argsort(-subject.prediction.score.double().numpy(), kind="stable")
+    first = [place for shelf in shelves for place in (*shelf.most, *shelf.least)]
+    chosen = dict.fromkeys([*first, *order.tolist()[: rows // 2]])
+    kept = list(chosen)[:rows]
+    rest = [place for place in order.tolist() if place not in chosen]
+    even = np.linspace(0, len(rest) - 1, max(0, rows - len(kept))).round().astype(int)
+    return sorted([*kept, *(rest[i] for i in dict.fromkeys(even.tolist()))])

@@ -1,0 +1,1 @@
+"""Models and data as they are named on a command line."""

@@ -1,0 +1,168 @@
+"""Source: data to fit or to predict, with the names of its inputs and classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltabars.errors import DataError
+from deltabars.problem.batches import Batch, as_tensors, iterate, label_key, unlabelled
+from deltabars.problem.inputs import Inputs, Signature, leaves, map_leaves
+
+Picture = Callable[[int], np.ndarray]
+
+_READ_SIZE = 1024  # inputs, where they do not come in batches
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Data, and what is known of them.
+
+    Attributes:
+        data: what `fit` and `predict` take: tensors, a Dataset or a DataLoader.
+        dataset: the same with access by number, a Dataset or tensors of inputs; None where there
+            are only passes.
+        classes: the names of the classes, or None.
+        names: of the inputs, such as files; None where they only have numbers.
+        targets: where they are known without reading the inputs.
+        picture: the picture (H, W) or (H, W, 3) of an input by its number, uint8; or None.
+        fingerprint: of the data; None where it is not known without reading them.
+        ordered: whether every pass has the same order.
+        columns: of a table, the names of the numbers of an input.
+        relabel: the same data with other class numbers; None where they cannot be exchanged.
+    """
+
+    data: Any
+    dataset: Any = None
+    classes: tuple[str, ...] | None = None
+    names: tuple[str, ...] | None = None
+    targets: Tensor | None = None
+    picture: Picture | None = None
+    fingerprint: str | None = None
+    ordered: bool = True
+    columns: tuple[str, ...] | None = None
+    relabel: Callable[[Tensor], Source] | None = None
+
+    def __len__(self) -> int:
+        """How many inputs there are; 0 where that is not known without reading them."""
+        data = self.data[0] if isinstance(self.data, tuple) else self.data
+        if isinstance(data, torch.utils.data.DataLoader):
+            data = data.dataset
+        return len(data) if hasattr(data, "__len__") else 0
+
+    def batches(self, signature: Signature) -> Any:
+        """One pass in batches: inputs, and targets (or None) that belong to them.
+
+        Args:
+            signature: of the inputs that the network was fitted with, which tells targets apart.
+        """
+        self.check_ordered()
+        for raw in iterate(self.data, _READ_SIZE):
+            yield batch_of(raw, signature)
+
+    def with_classes(self, classes: tuple[str, ...]) -> Source:
+        """The same data with the class numbers of a fit, by the names of the classes.
+
+        Raises:
+            DataError: there are other classes than those, or their numbers cannot be exchanged.
+        """
+        given = self.classes
+        if given is None or given == classes:
+            return replace(self, classes=classes)
+        odd = [name for name in given if name not in classes]
+        twice = len({*given}) < len(given) or len({*classes}) < len(classes)
+        if odd or twice or self.relabel is None:
+            why = odd or (["names that are there twice"] if twice else ["their order or number"])
+            raise DataError(
+                f"--data: expected some of the {len(classes)} classes of the fit, or pictures "
+                f"without classes beside one another, got {len(given)} (the difference: "
+                f"{', '.join(why[:5])})."
+            )
+        own = {name: number for number, name in enumerate(classes)}
+        numbers = torch.tensor([own[name] for name in given])
+        return replace(self.relabel(numbers), classes=classes)
+
+    def with_real_targets(self) -> Source:
+        """The same data whose whole numbers are real ones, for a regression.
+
+        Of tensors without names of classes; other data are as they are.
+        """
+        whole, data = self.targets, self.data
+        if whole is None or whole.is_floating_point() or self.classes or type(data) is not tuple:
+            return self
+        return replace(self, data=(data[0], whole.float()), targets=whole.float())
+
+    def check_ordered(self) -> None:
+        """Refuse data without an order, in which an input's number means nothing."""
+        if not self.ordered:
+            raise DataError(
+                "--data: expected inputs in the same order on every pass, got a DataLoader that "
+                "shuffles. Return one with shuffle=False."
+            )
+
+    def inputs(self, signature: Signature) -> Any:
+        """All inputs with access by number: the dataset, or one pass kept in memory."""
+        if self.dataset is not None:
+            return self.dataset
+        parts = [batch.inputs for batch in self.batches(signature)]
+        return _joined(parts)
+
+    def read_targets(self, signature: Signature) -> Tensor | None:
+        """The targets of all inputs, by one pass where they are not known; None if there are none.
+
+        Args:
+            signature: as for `batches`.
+        """
+        if self.targets is not None:
+            return self.targets
+        found = [batch.targets for batch in self.batches(signature)]
+        parts = [targets for targets in found if targets is not None]
+        return torch.cat(parts) if parts else None
+
+    def name(self, number: int) -> str:
+        """The name of an input, or its number."""
+        return str(number) if self.names is None else self.names[number]
+
+
+def batch_of(raw: Any, signature: Signature) -> Batch:
+    """A batch as it is read, told apart into inputs and, where it has them, targets."""
+    return Batch(unlabelled(raw, signature).inputs, _targets(raw, signature))
+
+
+def fingerprint_of(*parts: Any) -> str:
+    """A digest of tensors, bytes and texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{tuple(part.shape)}:{part.dtype};".encode())
+            digest.update(np.ascontiguousarray(part.detach().cpu().numpy()).data)
+        else:
+            digest.update(part if isinstance(part, bytes) else str(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _targets(raw: Any, signature: Signature) -> Tensor | None:
+    """The targets of a raw batch, where it has them."""
+    found = None
+    if isinstance(raw, Mapping):
+        key = label_key(raw)
+        found = None if key is None or key in (signature.names or ()) else raw[key]
+    elif isinstance(raw, tuple | list) and (
+        len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
+    ):
+        found = raw[-1]
+    found = as_tensors(found)
+    return found if isinstance(found, Tensor) else None
+
+
+def _joined(parts: list[Inputs]) -> Inputs:
+    columns = zip(*(leaves(part) for part in parts), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    return map_leaves(lambda _: next(joined), parts[0])

@@ -1,0 +1,398 @@
+"""fit(): from a trained model and its data to a DeltaFit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
+from deltabars.covariance.sandwich import SandwichCovariance
+from deltabars.covariance.tail import warn_about_spectrum
+from deltabars.curvature.base import CurvatureOperator
+from deltabars.curvature.ggn import GGNOperator
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
+from deltabars.eigen.pairs import EigenPairs, check_rank
+from deltabars.errors import BadValueError, DataWarning, ModelError, option
+from deltabars.fitting.checkpoints import Checkpoint, opened
+from deltabars.fitting.core import distance_from_optimum, with_settled_noise
+from deltabars.fitting.fitted import REACH, SANDWICH, DeltaFit
+from deltabars.fitting.growth import Probe, is_automatic
+from deltabars.fitting.identity import identity_of, manifest
+from deltabars.fitting.predicting import check_batch_size
+from deltabars.fitting.solving import SolverOptions, solve
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.categorical import Categorical
+from deltabars.likelihoods.losses import Loss
+from deltabars.problem.behaviour import Behaviour
+from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection, plain_model
+from deltabars.problem.prior import L2, Decay
+from deltabars.problem.problem import Problem
+from deltabars.runtime.distributed import check_same_options, current, same_everywhere
+from deltabars.runtime.precision import full_precision
+from deltabars.runtime.progress import Deadline, Progress, check_seconds
+
+OPERATORS: dict[str, type[CurvatureOperator]] = {
+    "hessian": HessianOperator,
+    "opg": OPGOperator,
+    "ggn": GGNOperator,
+}
+
+_DEFAULT_RANK = 100
+_ALL_RIGHT = 0.995  # of the training examples: from there on opg is the poorer choice
+
+
+def fit(
+    model: torch.nn.Module,
+    data: Any,
+    *,
+    l2: L2,
+    estimator: str = DEFAULT_ESTIMATOR,
+    rank: int | str | None = None,
+    tolerance: float | None = None,
+    probe: Any = None,
+    params: Selection = None,
+    likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
+    solver: str = "auto",
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    batch_size: int | None = None,
+    residual_tolerance: float | None = None,
+    max_products: int | None = None,
+    smallest: int = 0,
+    deterministic: bool = False,
+    max_seconds: float | None = None,
+    allow_probabilities: bool = False,
+    checkpoint: Checkpoint | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Compute the eigenpairs that put error bars on a trained network's predictions.
+
+    Args:
+        model: a module that returns logits (B, C). It is never altered.
+        data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
+            Batches may be tuples, or mappings with `labels`.
+        l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
+            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
+            likelihood, that of the cost with its value in place of the mean loss. Or a mapping from
+            name patterns to the λs of their parameters, of which the last that matches counts:
+            `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
+            D = diag(λᵢ), in which λ is 1.
+        estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
+            serves all three), or `"ggn"`.
+        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
+            bounds come with every prediction and say whether K was enough. `"auto"` goes on until
+            they are within `tolerance` on a probe, or the basis fills its share of the memory
+            budget; `diagnostics["rank"]` says which, and what was reached.
+        tolerance: of `rank="auto"`: the most that score_error / score may be for any input of the
+            probe; 0.05 by default. It is a promise about the probe alone: where that is drawn from
+            the training examples 0.6 of the tolerance is aimed at, as errors on new inputs were up
+            to 1.6 times as large; on shifted ones they were up to 5.6 times, so give inputs like
+            those to be predicted.
+        probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
+            examples, drawn by the seed.
+        params: which parameters count: None for all, name patterns, a predicate, or
+            `last_layer()`.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
+            `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
+            training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
+            noise), whose weights, smoothing and reduction are accounted for; or
+            `likelihoods.named_loss("mse", noise=0.3)`, as the command line names it.
+        solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
+            (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
+            and GGN; a sandwich takes its H from Lanczos).
+        seed: of the start vectors; the same seed gives the same bits on a CPU, whatever the number
+            of a loader's workers and whatever the program drew from torch's generators.
+        device, dtype: where and how precisely to compute; the model's own by default.
+        memory_budget: bytes to stay within; half of the free memory by default.
+        batch_size: examples worked on at a time, whatever the loader's batches are; by default
+            chosen from the size of the activations and the memory budget. Where memory runs out
+            all the same, half as many are tried, with one warning.
+        residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
+            of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
+            is left is counted in the intervals.
+        max_products: products a matrix at the most; pairs that have not converged by then are
+            kept, with a warning.
+        smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
+        deterministic: the same seed gives the same bits on a GPU too: of the fit, where
+            `memory_budget` is given or does not bind, and of its predictions. With torch's
+            deterministic algorithms alone; a model with an operation that has none is refused. On a
+            CPU it changes nothing.
+        max_seconds: stop after so long with what there is by then: the pairs that have converged
+            (at least one a matrix), whose error bounds hold, with a warning that says how far it
+            came. Looked at between products: reading the data and one product are the least it
+            takes. With a checkpoint, the same call with more time resumes. None for no limit; for
+            the solvers `"auto"`, `"krylov"` and `"incremental"`.
+        allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
+            sigmoid, which are refused otherwise.
+        checkpoint: a folder in which the state of the fit is saved every minute (a
+            `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
+            goes on from there when it is called again with the same arguments, and ends with the
+            same bits on a CPU; one that had ended returns what it found. Solver `"dense"` and
+            `"arpack"` save whole matrices alone. `progress` and `max_seconds` may change, and
+            `device` and `batch_size` at the cost of last bits; anything else is refused.
+        progress: whether to show it.
+
+    Returns:
+        A DeltaFit.
+
+    Raises:
+        BadValueError, ModelError, DataError: each says what was expected, found, and to be done.
+        CheckpointMismatchError, CheckpointInUseError: the checkpoint is of another fit, or another
+            process is working on it.
+
+    Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
+    recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
+    data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
+    numbers (for K from 54 on), beside what is kept of the data.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=60, progress=False)
+        >>> fit.rank, fit.num_examples, fit.num_parameters
+        (60, 1297, 1898)
+        >>> out = fit.predict(digits.test_images)
+        >>> out.std.shape  # an error bar for each of ten classes
+        torch.Size([500, 10])
+        >>> wrong = out.label != digits.test_labels
+        >>> bool(out.score[wrong].mean() > 2 * out.score[~wrong].mean())
+        True
+    """
+    started = time.perf_counter()
+    ranks = current()
+    given = {
+        "estimator": estimator,
+        "rank": rank,
+        "tolerance": tolerance,
+        "probe": None if probe is None else "given",
+        "solver": solver,
+        "seed": seed,
+        "memory_budget": memory_budget,
+        "batch_size": batch_size,
+        "residual_tolerance": residual_tolerance,
+        "max_products": max_products,
+        "smallest": smallest,
+        "max_seconds": max_seconds,
+    }
+    progress = progress and ranks.is_first
+    with ranks.together(), ExitStack() as stack:
+        check_same_options(
+            ranks,
+            {**given, "checkpoint": checkpoint is not None, "deterministic": deterministic},
+        )
+        options, automatic, limit = check_arguments(
+            model,
+            l2=l2,
+            estimator=estimator,
+            rank=rank,
+            tolerance=tolerance,
+            probe=probe,
+            params=params,
+            solver=solver,
+            seed=seed,
+            batch_size=batch_size,
+            residual_tolerance=residual_tolerance,
+            max_products=max_products,
+            smallest=smallest,
+            max_seconds=max_seconds,
+        )
+        deadline = Deadline(limit, ranks)
+        session = stack.enter_context(opened(checkpoint, ranks))
+        model = plain_model(model)
+        budget = memory_budget
+        if budget is None and session is not None:
+            budget = session.memory_budget
+        with Progress("Reading the data", None, "example", progress) as bar:
+            problem = Problem(
+                model,
+                data,
+                likelihood,
+                params,
+                l2,
+                device=device,
+                dtype=dtype,
+                memory_budget=budget,
+                chunk_size=batch_size,
+                deterministic=deterministic,
+                allow_probabilities=allow_probabilities,
+                on_progress=bar.show,
+            )
+        weights = problem.network.weights
+        if not same_everywhere(ranks, weights):
+            raise ModelError(
+                "Model: expected the same weights on every rank, got different ones. Load them "
+                "from one file, or broadcast those of the first rank."
+            )
+        if rank is None:
+            options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
+            given["rank"] = options.rank
+        if automatic:
+            options = replace(options, rank=problem.num_reached)
+        record = manifest(problem, weights, {**given, "seed": options.seed, "max_seconds": limit})
+        diagnostics: dict[str, Any] = {
+            "manifest": record,
+            "mean_loss": problem.mean_loss,
+            "train_accuracy": problem.train_accuracy,
+            "given_l2": problem.given_l2,
+            "cost": problem.mean_loss + problem.penalty,
+            "parameters_reached": problem.num_reached,
+            "gradient_norm": float(problem.gradient.norm()),
+            "relative_gradient": problem.relative_gradient,
+            "at_chance": problem.is_at_chance,
+            "data_fingerprint": record["data"]["fingerprint"],
+            "seed": record["options"]["seed"],
+            "torch": record["torch"],
+            "device": record["device"],
+            "seconds_reading": time.perf_counter() - started,
+            "examples_left_out": problem.data.left_out,
+        }
+        _warn_of_examples_left_out(problem)
+        sent = ranks.messages, ranks.bytes
+        chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
+        if session is not None:
+            found = identity_of(
+                problem, weights, estimator, options.as_given(), chosen, memory_budget
+            )
+            session.begin(found, problem.memory_budget)
+        if estimator == "opg" and (problem.train_accuracy or 0.0) >= _ALL_RIGHT:
+            diagnostics["estimator_advice"] = (
+                f"Estimator opg: {problem.train_accuracy:.1%} of the training examples are right, "
+                "so that their gradients are nearly zero and G hardly sees the data. "
+                f"{option('estimator', 'ggn')} does; it costs up to {problem.num_outputs} times "
+                f"as much, which {option('params', LastLayer())} makes small."
+            )
+            with Progress("Fit", None, "", progress) as bar:
+                bar.say(diagnostics["estimator_advice"])
+        spectra: dict[str, EigenPairs] = {}
+        diagnostics["forecast"] = {}
+        # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
+        # together.
+        names = ESTIMATORS[estimator][::-1]
+        for index, name in enumerate(names):
+            operator = OPERATORS[name](problem)
+            growth = None if chosen is None else chosen.growth(name, estimator, spectra)
+            kept = None if session is None else session.of(name)
+            spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(
+                name,
+                operator,
+                options,
+                progress,
+                growth,
+                kept,
+                deadline.first_of(len(names) - index),
+            )
+            warn_about_spectrum(
+                name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
+            )
+            if growth is not None:
+                diagnostics["rank"] = growth.outcome(spectra[name], problem)
+        if session is not None:
+            session.end()
+        if ranks.count > 1:
+            diagnostics["ranks"] = {
+                "count": ranks.count,
+                "examples": problem.data.counts,
+                "source": problem.data.source,
+                "columns": problem.spaces.whole.columns.widths,
+                "messages": ranks.messages - sent[0],
+                "bytes": ranks.bytes - sent[1],
+            }
+    spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
+    fitted = DeltaFit(
+        estimator=estimator,
+        decay=problem.decay,
+        num_examples=problem.num_examples,
+        num_outputs=problem.num_outputs,
+        spectra=spectra,
+        diagnostics=diagnostics,
+        likelihood=problem.likelihood,
+        network=problem.network,
+        signature=problem.data.signature,
+        weights=weights,
+        behaviour=Behaviour.of(problem.network, problem.data.signature, problem.ranges),
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+    fitted = with_settled_noise(fitted)
+    with ranks.together(), full_precision(problem.device):
+        distance = distance_from_optimum(fitted, problem.gradient)
+        reach = _interval_reach(fitted)
+    problem.warn_if_far_from_optimum(distance)
+    return replace(fitted, diagnostics={**diagnostics, "distance_from_optimum": distance, **reach})
+
+
+def _interval_reach(fit: DeltaFit) -> dict[str, Any]:
+    """What says, of a sandwich, whether its intervals are worth reading."""
+    if fit.estimator != SANDWICH or not all(bool(p.values[0] > 0) for p in fit.spectra.values()):
+        return {}
+    found = fit.covariance_of(SANDWICH, fit.rank)
+    assert isinstance(found, SandwichCovariance)
+    return {SANDWICH: {REACH: found.interval_reach}}
+
+
+def _warn_of_examples_left_out(problem: Problem) -> None:
+    """Warn where torch's own `ignore_index`, which nobody may have meant, leaves examples out."""
+    likelihood, count = problem.likelihood, problem.data.left_out
+    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
+    if count and usual and problem.ranks.is_first:
+        warnings.warn(
+            f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
+            "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and has the "
+            f"{problem.num_examples:,} others.",
+            DataWarning,
+            stacklevel=3,
+        )
+
+
+def check_arguments(
+    model: torch.nn.Module,
+    *,
+    l2: L2,
+    estimator: str = "opg",
+    rank: int | str | None = None,
+    tolerance: float | None = None,
+    probe: Any = None,
+    params: Selection = None,
+    solver: str = "auto",
+    seed: int = 0,
+    batch_size: int | None = None,
+    residual_tolerance: float | None = None,
+    max_products: int | None = None,
+    smallest: int = 0,
+    max_seconds: float | None = None,
+) -> tuple[SolverOptions, bool, float | None]:
+    """Refuse arguments of `fit` that are wrong for any data, before these are read.
+
+    Returns:
+        The options of the solver, whether the rank chooses itself, and the seconds there are.
+    """
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+        raise BadValueError(
+            f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
+            "serves hessian and opg as well."
+        )
+    automatic = is_automatic(rank, tolerance, probe, solver)
+    asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
+    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
+    options.check_for(ESTIMATORS[estimator])
+    limit = check_seconds(max_seconds)
+    if limit is not None and solver in ("dense", "arpack"):
+        raise BadValueError(
+            f"max_seconds: expected solver 'auto', 'krylov' or 'incremental', got {solver!r}, "
+            "which has no pairs before its end."
+        )
+    check_batch_size(batch_size)
+    space = ParameterSpace.select(plain_model(model), params)
+    Decay.read(l2, space)
+    if not automatic and rank is not None:
+        check_rank(options.rank, space.size)
+    return options, automatic, limit

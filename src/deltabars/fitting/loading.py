@@ -1,0 +1,427 @@
+"""What the header and the tensors of a saved fit must be like, whoever wrote the file."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.eigen.pairs import ROUNDING, EigenPairs
+from deltabars.errors import (
+    BadValueError,
+    CorruptFileError,
+    ModelWarning,
+    WeightsMismatchError,
+    first_line,
+    shortened,
+)
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.fitting.saving import OUTPUTS, OVERLAP, SMALL
+from deltabars.likelihoods.losses import from_description
+from deltabars.problem.behaviour import COUNT, MOST_NUMBERS, Behaviour, generated
+from deltabars.problem.inputs import Signature
+from deltabars.problem.network import Network, fingerprint
+from deltabars.problem.parameters import ParameterSpace, as_written, plain_model
+from deltabars.problem.prior import Decay
+from deltabars.runtime.memory import CHUNK, ran_out, resolve_budget, share
+from deltabars.runtime.vectors import Part, PartedVectors, whole
+from deltabars.storage import format as storage
+from deltabars.storage import shards
+from deltabars.storage.shards import DTYPES
+from deltabars.storage.writing import read_settled
+
+_LONGEST_NAME = 200
+_SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
+_COMPARED, _COLUMNS = 8, 1 << 20  # vectors, and columns of them that are held at a time
+_MOST_DIMENSIONS = 25
+# Looked up here, because to ask torch for a name of a file's may import a module.
+_TYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_SCALARS = (str, int, float, type(None))
+
+
+def check_header(header: Mapping[str, Any]) -> None:
+    """Refuse a header whose entries are not of their kinds.
+
+    Raises:
+        KeyError, ValueError: one lacks, or has a value that no fit has.
+    """
+    for name in ("num_examples", "num_outputs"):
+        _expect(_is_count(header[name]), name)
+    for name in ("estimator", "dtype", "weights"):
+        _expect(isinstance(header[name], str), name)
+    for name in ("parameters", "diagnostics", "statistics", "inputs"):
+        _expect(isinstance(header[name], list if name == "parameters" else dict), name)
+    names = [entry["name"] for entry in header["parameters"]]
+    _expect(all(isinstance(name, str) for name in names), "parameters")
+    _expect(0 < len(names) == len(set(names)), "parameters")
+    for entry in header["parameters"]:
+        _expect(all(_is_count(size) for size in _list(entry["shape"])), "parameters")
+    given = header["l2"]
+    levels = given.values() if isinstance(given, dict) else [given]
+    scales = header.get("scales", {})
+    _expect(isinstance(scales, dict) and set(scales) in (set(), set(names)), "scales")
+    numbers = [*levels, header.get("level", given), *scales.values()]
+    _expect(all(_is_positive(number) for number in numbers), "l2")
+    for statistics in header["statistics"].values():
+        _expect(isinstance(statistics, dict), "statistics")
+        _expect(all(isinstance(value, _SCALARS) for value in statistics.values()), "statistics")
+    _check_inputs(header["inputs"])
+    if header.get("behaviour") is not None:
+        _check_behaviour(header["behaviour"], header["inputs"])
+
+
+def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
+    """Refuse eigenpairs that no fit has, whoever computed the digest of their file.
+
+    There are K finite values in descending order, as many unit vectors of `size`, of which some
+    are looked at whether they are orthogonal, and bounds of residuals from zero on.
+
+    Raises:
+        ValueError: they are.
+    """
+    for name, pairs in spectra.items():
+        count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
+        _expect(0 < count <= size and count + lower <= size, f"{name}.values")
+        for field, shape in {
+            "values": (count,), "residuals": (count,),
+            "smallest": (lower,), "smallest_residuals": (lower,),
+        }.items():  # fmt: skip
+            tensor: Tensor = getattr(pairs, field)
+            real = tensor.dtype in (torch.float32, torch.float64)
+            _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
+            lowest = 0.0 if field.endswith("residuals") else -math.inf
+            _expect(bool((tensor.isfinite() & (tensor >= lowest)).all()), f"{name}.{field}")
+        scale = float(pairs.values.abs().max())
+        _expect(bool((pairs.values.diff() <= _SLACK * scale).all()), f"{name}.values")
+        _expect(0 <= pairs.rounding < math.inf, f"{name}.{ROUNDING}")
+        slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
+        _check_vectors(name, pairs.vectors, (count, size), slack)
+
+
+def check_overlap(overlap: Tensor, shape: tuple[int, int]) -> None:
+    """Refuse inner products of eigenvectors of another shape, or beyond what those can be.
+
+    Raises:
+        ValueError: they are.
+    """
+    right = tuple(overlap.shape) == shape and overlap.dtype == torch.float64
+    _expect(right and bool((overlap.abs() < 2).all()), "overlap")
+
+
+def _check_vectors(name: str, vectors: Any, shape: tuple[int, int], slack: float) -> None:
+    assert isinstance(vectors, PartedVectors)
+    _expect(vectors.shape == shape, f"{name}.vectors")
+    count = shape[0]
+    some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
+    squares = torch.zeros(count, dtype=torch.float64)
+    products = torch.zeros(len(some), len(some), dtype=torch.float64)
+    for part in vectors.parts:
+        rows = part.rows
+        _expect(rows.dtype in DTYPES.values() and len(rows) == count, f"{name}.vectors")
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        # Row by row, and some columns at a time: a file of them may be larger than the memory.
+        norms = [torch.linalg.vector_norm(row, dtype=wide) for row in rows]
+        squares += torch.stack(norms).double().square()
+        for start in range(0, rows.shape[1], _COLUMNS):
+            few = torch.stack([rows[k, start : start + _COLUMNS] for k in some]).to(wide)
+            products += (few @ few.T).double()
+    # Also where one is NaN.
+    _expect(bool(((squares.sqrt() - 1).abs() < slack).all()), f"{name}.vectors")
+    off = products - products.diag().diag()
+    _expect(bool((off.abs() < slack).all()), f"{name}.vectors")
+
+
+def _check_inputs(raw: Mapping[str, Any]) -> None:
+    count = len(_list(raw["dtypes"]))
+    names = raw["names"]
+    named = names is None or (
+        len(_list(names)) == count and all(_is_argument(name) for name in names)
+    )
+    _expect(named and all(_is_type(name) for name in raw["dtypes"]), "inputs")
+    _expect(len(_list(raw["shapes"])) == count, "inputs")
+    for shape in raw["shapes"]:
+        fits = shape is None or (
+            len(_list(shape)) <= _MOST_DIMENSIONS
+            and all(_is_whole(size) and size < 1 << 62 for size in shape)
+        )
+        _expect(fits, "inputs")
+
+
+def _check_behaviour(raw: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    ranges = _list(raw["ranges"])
+    _expect(len(ranges) in (0, len(inputs["dtypes"])), "behaviour")
+    numbers = 0
+    for (shape, low, high), like in zip(ranges, inputs["shapes"] if ranges else [], strict=True):
+        fits = len(_list(shape)) <= _MOST_DIMENSIONS and all(map(_is_whole, shape))
+        _expect(fits and like in (None, shape) and _is_real(low) and _is_real(high), "behaviour")
+        numbers += COUNT * math.prod(shape)
+    _expect(numbers <= MOST_NUMBERS, "behaviour")
+    _expect(isinstance(raw["tensors"], dict), "behaviour")
+    for found in raw["tensors"].values():
+        _expect(len(_list(found)) == 3 and all(map(_is_real, found)), "behaviour")
+
+
+def _is_real(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be so")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("a list is expected")
+    return value
+
+
+def _is_argument(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
+
+
+def _is_type(name: Any) -> bool:
+    return isinstance(name, str) and name in _TYPES
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and 0 < value < 1 << 62
+
+
+def _is_positive(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and 0 < value < math.inf
+
+
+_DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
+
+
+def load(
+    path: Any,
+    model: torch.nn.Module,
+    *,
+    check_weights: bool = True,
+    device: torch.device | str | None = None,
+    memory_budget: int | None = None,
+    offload: bool | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
+
+    Args:
+        path: the file, or the folder of several.
+        model: the network, with the same weights.
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
+            the names and shapes of the parameters must agree, and the error bars are those of
+            the *given* weights under the fitted curvature.
+        device: where to compute; the model's own by default.
+        memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default that is where they take up to three quarters of the memory budget. The files
+            are read through in either case, to see that they are whole.
+
+    Raises:
+        CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
+    """
+    model = plain_model(model)
+    header, tensors, parts = (
+        read_settled(Path(path), lambda: _read(path))
+        if isinstance(path, str | os.PathLike)
+        else _read(path)
+    )
+    try:
+        check_header(header)
+        space = ParameterSpace(
+            tuple(as_written(entry["name"]) for entry in header["parameters"]),
+            tuple(tuple(entry["shape"]) for entry in header["parameters"]),
+        )
+        dtype = _DTYPES[header["dtype"]]
+        spectra = {
+            name: EigenPairs(
+                **{field: tensors[f"{name}.{field}"] for field in SMALL},
+                vectors=_vectors(parts[name], dtype),
+                statistics=header["statistics"][name],
+            )
+            for name in ESTIMATORS[header["estimator"]]
+        }
+        signature = _signature(header["inputs"])
+        likelihood = from_description(header["likelihood"])
+        check_spectra(spectra, space.size)
+        behaviour = _behaviour(header.get("behaviour"), tensors.get(OUTPUTS))
+        if OVERLAP in tensors:
+            check_overlap(tensors[OVERLAP], (len(spectra["hessian"]), len(spectra["opg"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(
+            f"{path} is altered: its content is not that of a fit "
+            f"({first_line(error)}). Save the fit again."
+        ) from error
+    _check_model(path, model, space, header["weights"] if check_weights else None)
+    network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
+    network = _settled(network, signature, behaviour)
+    if check_weights:
+        _check_behaviour_loading(path, network, signature, behaviour)
+    scales = header.get("scales", {})
+    stays = _stays(offload, spectra, memory_budget, network.device)
+    overlap = tensors.get(OVERLAP)
+    return DeltaFit(
+        estimator=header["estimator"],
+        decay=Decay(header["l2"], header.get("level", header["l2"]), scales),
+        num_examples=header["num_examples"],
+        num_outputs=header["num_outputs"],
+        spectra={name: _placed(pairs, network.device, stays) for name, pairs in spectra.items()},
+        diagnostics=header["diagnostics"],
+        likelihood=likelihood,
+        network=replace(network, scales=scales),
+        signature=signature,
+        weights=header["weights"],
+        behaviour=behaviour,
+        memory_budget=memory_budget,
+        progress=progress,
+        known_overlap=None if overlap is None else overlap.to(network.device),
+    )
+
+
+def _read(path: Any) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
+    """The header, the small tensors, and the eigenvectors by matrix, which stay in the files."""
+    if isinstance(path, str | os.PathLike) and os.path.isdir(path):
+        return shards.read(Path(path))
+    header, there = storage.read_mapped(path)
+    ending = ".vectors"
+    parts: dict[str, tuple[Part, ...]] = {
+        name.removesuffix(ending): (shards.map_one(path, header, name, rows),)
+        for name, rows in there.items()
+        if name.endswith(ending) and rows.ndim == 2
+    }
+    small = {name: tensor.clone() for name, tensor in there.items() if not name.endswith(ending)}
+    return header, small, parts
+
+
+def _vectors(parts: tuple[Part, ...], dtype: torch.dtype) -> PartedVectors:
+    return PartedVectors(parts, len(parts[0].rows), dtype, torch.device("cpu"))
+
+
+def _stays(
+    offload: bool | None,
+    spectra: dict[str, EigenPairs],
+    memory_budget: int | None,
+    device: torch.device,
+) -> bool:
+    """Whether eigenvectors stay in their files."""
+    if offload is not None:
+        if not isinstance(offload, bool):
+            raise BadValueError(f"offload: expected None, True or False, got {offload!r}.")
+        return offload
+    budget = resolve_budget(memory_budget, device)
+    if memory_budget is None and device.type == "cpu":  # which the processes of torchrun share
+        budget //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    needed = sum(
+        len(pairs) * pairs.vectors.shape[1] * pairs.vectors.dtype.itemsize
+        for pairs in spectra.values()
+    )
+    return needed > budget - share(budget, CHUNK)
+
+
+def _placed(pairs: EigenPairs, device: torch.device, stays: bool) -> EigenPairs:
+    moved = pairs.to(device)
+    return moved if stays else replace(moved, vectors=whole(moved.vectors))
+
+
+def _signature(raw: dict[str, Any]) -> Signature:
+    return Signature(
+        None if raw["names"] is None else tuple(raw["names"]),
+        tuple(raw["dtypes"]),
+        tuple(None if shape is None else tuple(shape) for shape in raw["shapes"]),
+    )
+
+
+def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour | None:
+    if raw is None or outputs is None:
+        return None
+    if outputs.ndim != 2 or outputs.dtype != torch.float64 or not bool(outputs.isfinite().all()):
+        raise ValueError("behaviour cannot be so")
+    return Behaviour(
+        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
+        outputs,
+        _DTYPES[raw["dtype"]],
+        {name: tuple(found) for name, found in raw["tensors"].items()},
+    )
+
+
+def _settled(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
+    """The network, tried out on generated inputs where it takes any."""
+    ranges = () if behaviour is None else behaviour.ranges
+    if not ranges and None not in signature.shapes:
+        ranges = tuple((shape or (), 0.0, 1.0) for shape in signature.shapes)
+    try:
+        inputs = generated(signature, ranges, network.device, network.dtype)
+        return network.settled(inputs)
+    except Exception as error:  # of the user's own: it does not take these inputs
+        if ran_out(error) or isinstance(error, Warning):
+            raise
+        return replace(network, given=None)
+
+
+def _check_behaviour_loading(
+    path: Any, network: Network, signature: Signature, behaviour: Behaviour | None
+) -> None:
+    if behaviour is None:
+        warnings.warn(
+            f"{path} was written by an earlier version, which noted the weights alone: expected to "
+            "compare the model's code, plain tensors and unsaved buffers with those of the fit, "
+            "got nothing to compare with. Save the fit again to have it noted.",
+            ModelWarning,
+            stacklevel=3,
+        )
+        return
+    difference = behaviour.difference(network, signature)
+    if difference:
+        raise WeightsMismatchError(
+            f"{path} was fitted to a model of the same weights that computes something else: "
+            f"{difference}. Build the model as it was for the fit: its code, its buffers that are "
+            "not saved, its plain tensors; or pass check_weights=False to use its curvature with "
+            "this one."
+        )
+
+
+def _check_model(
+    path: Any, model: torch.nn.Module, space: ParameterSpace, weights: str | None
+) -> None:
+    shapes = {as_written(name): tuple(value.shape) for name, value in model.named_parameters()}
+    for name, shape in zip(space.names, space.shapes, strict=True):
+        if shapes.get(name) != shape:
+            raise WeightsMismatchError(
+                f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
+                f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
+            )
+    if weights is not None and fingerprint(model) != weights:
+        raise WeightsMismatchError(
+            f"{path} was fitted to other weights than this model has. Load the weights of the "
+            "fit, or pass check_weights=False to use its curvature with these."
+        )

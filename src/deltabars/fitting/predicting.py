@@ -1,0 +1,138 @@
+"""What `DeltaFit.predict` may be asked for, and what it asks of a Scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.low_rank import BOUNDS
+from deltabars.curvature.sensitivity import check_space
+from deltabars.eigen.pairs import is_whole
+from deltabars.errors import BadValueError, option
+from deltabars.prediction.averaging import Classes, choose_classes, choose_moderation
+from deltabars.prediction.judgement import Evidence
+from deltabars.prediction.scoring import Scorer
+from deltabars.runtime.precision import full_precision
+from deltabars.runtime.vectors import first
+
+if TYPE_CHECKING:
+    from deltabars.fitting.fitted import DeltaFit
+
+
+def predict(
+    fit: DeltaFit,
+    inputs: Any,
+    *,
+    rank: int | None,
+    full_rank: bool,
+    space: str,
+    covariance: bool,
+    bound: str,
+    estimator: str | Sequence[str] | None,
+    classes: str | Sequence[int] | None,
+    moderation: str | None,
+    samples: int,
+    seed: int,
+    batch_size: int | None,
+    progress: bool | None,
+) -> Any:
+    """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
+    names, used, chosen = check_asked(
+        fit, estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
+    )
+    check_space(space)
+    if bound not in BOUNDS:
+        raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
+    if bound == "paper" and not full_rank:
+        raise BadValueError(
+            "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
+            "estimate only."
+        )
+    shown = shows_progress(fit, progress)
+    average = choose_moderation(
+        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
+    )
+    with full_precision(fit.network.device):
+        covariances = {name: fit.covariance_of(name, used, full_rank) for name in names}
+    matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
+    scorer = Scorer(
+        fit.pullback,
+        fit.likelihood,
+        fit.signature,
+        {matrix: first(fit.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
+        covariances,
+        space,
+        bound,
+        with_covariance=covariance,
+        classes=chosen,
+        moderation=average,
+        memory_budget=fit.memory_budget,
+    )
+    results = {
+        name: found.judged_by(Evidence.of(fit, used, name))
+        for name, found in scorer.predict(inputs, batch_size, shown).items()
+    }
+    asked_for_one = estimator is None or isinstance(estimator, str)
+    return results[names[0]] if asked_for_one else results
+
+
+def check_asked(
+    fit: DeltaFit,
+    *,
+    estimator: str | Sequence[str] | None = None,
+    rank: int | None = None,
+    classes: str | Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> tuple[list[str], int, Classes | None]:
+    """The estimators, the rank and the classes that are asked for, before inputs are read.
+
+    Raises:
+        BadValueError: the fit does not have them.
+    """
+    names = served(fit, estimator)
+    used = fit.rank if rank is None else rank
+    if not is_whole(used) or not 1 <= used <= fit.rank:
+        raise BadValueError(
+            f"rank: expected a whole number from 1 to the {fit.rank} fitted pairs, got "
+            f"{used!r}. Fit with a larger rank for more."
+        )
+    check_batch_size(batch_size)
+    return names, used, choose_classes(classes, fit.num_outputs, fit.likelihood)
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse a batch size that is not a whole number from 1 on, or None."""
+    if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
+        raise BadValueError(f"batch_size: expected a whole number from 1 on, got {batch_size!r}.")
+
+
+def shows_progress(fit: DeltaFit, progress: Any) -> bool:
+    """Whether to show progress: as asked for, else as the fit does."""
+    if progress is not None and not isinstance(progress, bool):
+        raise BadValueError(f"progress: expected True, False or None, got {progress!r}.")
+    return fit.progress if progress is None else progress
+
+
+def served(fit: DeltaFit, asked: str | Sequence[str] | None) -> list[str]:
+    """The names of the estimators that were asked for, refused unless the fit serves them."""
+    if asked is None:
+        return [fit.estimator]
+    names = [asked] if isinstance(asked, str) else list(asked)
+    possible = [
+        name
+        for name, needed in ESTIMATORS.items()
+        if all(matrix in fit.spectra for matrix in needed)
+    ]
+    for name in names:
+        if name not in possible:
+            advice = (
+                f" Fit with {option('estimator', name)} for that one." if name in ESTIMATORS else ""
+            )
+            raise BadValueError(
+                f"estimator: expected one of {possible}, which this {fit.estimator} fit can "
+                f"serve, got {name!r}.{advice}"
+            )
+    if not names:
+        raise BadValueError(f"estimator: expected one or more of {possible}, got an empty list.")
+    return names

@@ -1,0 +1,297 @@
+"""The loss of moderated predictions on data that were not trained on, for many λ at once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.low_rank import Covariance
+from deltabars.errors import BadValueError, DataError, SpectrumWarning
+from deltabars.fitting.core import noises_at
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.bernoulli import Bernoulli
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.prediction.averaging import SAMPLES, choose_moderation
+from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.scoring import Scorer
+from deltabars.problem.batches import iterate, labelled
+from deltabars.problem.prior import L2, scaled
+from deltabars.runtime.precision import full_precision
+from deltabars.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from deltabars.fitting.fitted import DeltaFit
+
+_READ_SIZE = 1024  # examples
+
+
+def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
+    """The mean −log p(target) for each λ, (n,), float64; p as moderated, or with the total std.
+
+    F and its projections are computed once, for all λ. Cost: that of one prediction of the data,
+    and n·C·K operations an example.
+    """
+    names = ESTIMATORS[fit.estimator]
+    method = "sampling" if fit.likelihood.discrete else None
+    with full_precision(fit.network.device):
+        covariances = _covariances(fit, levels)
+    scorer = Scorer(
+        fit.pullback,
+        fit.likelihood,
+        fit.signature,
+        {matrix: fit.spectra[matrix].vectors for matrix in sorted(names)},
+        covariances,
+        "probability",
+        "rigorous",
+        with_covariance=False,
+        classes=None,
+        moderation=choose_moderation(
+            method, SAMPLES, 0, fit.num_outputs, fit.likelihood, subset=False
+        ),
+        memory_budget=fit.memory_budget,
+    )
+    total, count = torch.zeros(len(levels), dtype=torch.float64), 0
+    with Progress("Validating", None, "example", fit.progress) as bar:
+        noises = noises_at(fit, levels).tolist()
+        for raw in iterate(data, _READ_SIZE):
+            batch = labelled(raw, fit.likelihood.counted)
+            assert batch.targets is not None
+            if not len(batch):
+                continue
+            found = scorer.predict(batch.inputs, None, False)
+            targets = fit.likelihood.arranged(batch.targets, fit.num_outputs)
+            targets = targets.to(fit.network.device)
+            fit.likelihood.check_targets(found["0"].mean, targets)
+            for place, prediction in enumerate(found.values()):
+                losses = _losses(fit.likelihood, prediction, targets, noises[place])
+                total[place] += float(losses.sum())
+            count += len(targets)
+            bar.show(count)
+    if not count:
+        raise DataError("Validation data: expected at least one example, got none.")
+    return total / count
+
+
+def _covariances(fit: DeltaFit, levels: Tensor) -> dict[str, Covariance]:
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpectrumWarning)  # of λs that are only tried
+        for place, level in enumerate(levels.tolist()):
+            moved = fit.with_l2(scaled(fit.l2, level / fit.level))
+            found[str(place)] = moved.covariance_of(fit.estimator, fit.rank)
+    return found
+
+
+def _losses(
+    likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
+) -> Tensor:
+    """−log p of each target at a noise of its own, (B,)."""
+    if isinstance(likelihood, Gaussian):
+        total_std = (prediction.variance + noise**2).sqrt()
+        gap = (targets - prediction.mean) / total_std
+        density = 0.5 * gap.square() + total_std.log() + 0.5 * math.log(2 * math.pi)
+        return density.sum(-1)
+    assert prediction.moderated is not None
+    if isinstance(likelihood, Bernoulli):
+        right = torch.where(targets > 0, prediction.moderated, 1 - prediction.moderated)
+        return -right.log().sum(-1)
+    return -prediction.moderated.gather(1, targets.long()[:, None]).squeeze(1).log()
+
+
+METHODS = ("marginal_likelihood", "validation")
+DATA_TRACE = "data_trace"
+
+_DECADES = 6  # to either side of the fitted λ; on validation data a half of that
+_GRID = 241
+_TRIED = 61  # on validation data: ten a decade
+_ZOOMS = 6  # each to the neighbours of the best point
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """A search over λ.
+
+    Attributes:
+        method: `"marginal_likelihood"` or `"validation"`.
+        l2: the best λ (or λs by name pattern, times a common factor).
+        fit: the fit with that λ.
+        fitted_level: the λ that the search started from.
+        levels: the λs that were tried, as they are in the eigenvalues (see `DeltaFit.level`),
+            ascending, (n,).
+        values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
+        low, high: what the log marginal likelihood lies between, (n,); None for a loss.
+        at_edge: whether the best one is the first or the last, so that it may lie beyond.
+    """
+
+    method: str
+    l2: L2
+    fit: DeltaFit
+    fitted_level: float
+    levels: Tensor
+    values: Tensor
+    low: Tensor | None
+    high: Tensor | None
+    at_edge: bool
+
+    def __float__(self) -> float:
+        """The best λ, where it is one number."""
+        if isinstance(self.l2, Mapping):
+            raise BadValueError(f"l2: expected one number, got several, {dict(self.l2)}.")
+        return self.l2
+
+    def __repr__(self) -> str:
+        best = int(self.values.argmax() if self.low is not None else self.values.argmin())
+        what = "log marginal likelihood" if self.low is not None else "validation loss"
+        text = f"Tuning: l2 = {self.l2}, {what} {float(self.values[best]):.6g}"
+        if self.low is not None and self.high is not None:
+            text += f" (between {float(self.low[best]):.6g} and {float(self.high[best]):.6g})"
+        return text + (", at the edge of the search" if self.at_edge else "")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The log marginal likelihood of a fit as a function of λ.
+
+    Attributes:
+        loss: N times the mean loss at ω̂: −log p(data | ω̂), of regression at noise 1 and without
+            its constant.
+        num_examples: N.
+        targets: N·C of regression, zero of the others.
+        square: ‖ω̂‖², in the coordinates in which λ is one number.
+        eigenvalues: μ₁ ≥ … ≥ μ_K of the data part at noise 1, (K,).
+        others: m, how many parameters there are beside those, that the data reach.
+        their_sum: t, of the other eigenvalues; None where it is not known.
+        slack: how much too low the eigenvalues can be (see `EigenPairs.slack`).
+        noises: from λs to the σ of each.
+        is_over_noise: whether the eigenvalues are to be divided by σ² (those of G).
+    """
+
+    loss: float
+    num_examples: int
+    targets: int
+    square: float
+    eigenvalues: Tensor
+    others: int
+    their_sum: float | None
+    slack: float
+    noises: Callable[[Tensor], Tensor]
+    is_over_noise: bool
+
+    @classmethod
+    def of(cls, fit: DeltaFit) -> Evidence:
+        """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
+        name = ESTIMATORS[fit.estimator][0]
+        pairs = fit.spectra[name]
+        eigenvalues = (pairs.values - fit.level).clamp(min=0).cpu()
+        point, scale = fit.network.point.double(), fit.network.scale
+        if scale is not None:
+            point = point / scale
+        trace = fit.diagnostics[name].get(DATA_TRACE)
+        rest = None if trace is None else max(0.0, trace - float(eigenvalues.sum()))
+        return cls(
+            fit.num_examples * fit.diagnostics["mean_loss"],
+            fit.num_examples,
+            0 if fit.noise is None else fit.num_examples * fit.num_outputs,
+            float(point.square().sum()),
+            eigenvalues,
+            max(0, fit.diagnostics["parameters_reached"] - len(eigenvalues)),
+            rest,
+            pairs.slack,
+            partial(noises_at, fit),
+            name == "opg",
+        )
+
+    def interval(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The value, and what it lies between, for each λ, (n,), float64.
+
+        The value is the middle. Of a Hessian, whose other eigenvalues lie to both sides of λ, it is
+        that of a tail at λ, and the interval holds if they are all above.
+        """
+        levels = levels.double()
+        precision = self.noises(levels) ** -2
+        cost = precision * (self.loss + 0.5 * self.num_examples * levels * self.square)
+        cost = cost + 0.5 * self.targets * (2 * math.pi / precision).log()
+        # log(1 + factor·μ/λ) = log(1 + μ/floor)
+        floors = levels / precision if self.is_over_noise else levels
+        known = torch.log1p(self.eigenvalues / floors[:, None]).sum(1)
+        most = self.eigenvalues[-1].double()
+        at_most = torch.log1p(most / floors)
+        if self.others == 0 or float(most) == 0:
+            least = largest = torch.zeros_like(levels)
+        elif self.their_sum is None:
+            least, largest = torch.zeros_like(levels), self.others * at_most
+        else:
+            count, total = self.others, min(self.their_sum, self.others * float(most))
+            least = total / most * at_most
+            largest = count * torch.log1p(total / (count * floors))
+        if self.slack:  # the known ones may be more, and the others then have less to share
+            more = torch.log1p((self.eigenvalues + self.slack) / floors[:, None]).sum(1)
+            least, largest = torch.zeros_like(levels), largest + more - known
+        base = -cost - 0.5 * known
+        middle = 0.0 if self.their_sum is None else 0.25 * (least + largest)
+        return base - middle, base - 0.5 * largest, base - 0.5 * least
+
+
+def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
+    """A search over λ; the arguments are those of `DeltaFit.tune_l2`, and checked."""
+    if method not in METHODS:
+        raise BadValueError(f"method: expected one of {METHODS}, got {method!r}.")
+    if method == "validation":
+        if data is None:
+            raise BadValueError(
+                "data: expected validation data (inputs and targets) for method='validation', got "
+                "none. method='marginal_likelihood' needs none."
+            )
+        return _by_validation(fit, data)
+    if data is not None:
+        raise BadValueError(
+            "data: expected none for method='marginal_likelihood', which follows from the fit, got "
+            "some. Choose method='validation' to use them."
+        )
+    evidence = Evidence.of(fit)
+
+    def search(levels: Tensor) -> Tensor:
+        return evidence.interval(levels)[0]
+
+    levels = _levels(fit, _DECADES, _GRID)
+    best, at_edge = _maximum(search, levels)
+    levels = torch.cat([levels, best[None]]).sort().values
+    values, low, high = evidence.interval(levels)
+    l2 = scaled(fit.l2, float(best) / fit.level)
+    return Tuning(method, l2, fit.with_l2(l2), fit.level, levels, values, low, high, at_edge)
+
+
+def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
+    levels = _levels(fit, _DECADES / 2, _TRIED)
+    values = validation_losses(fit, data, levels)
+    place = int(values.argmin())
+    l2 = scaled(fit.l2, float(levels[place]) / fit.level)
+    at_edge = place in (0, len(levels) - 1)
+    return Tuning("validation", l2, fit.with_l2(l2), fit.level, levels, values, None, None, at_edge)
+
+
+def _levels(fit: DeltaFit, decades: float, count: int) -> Tensor:
+    """The λs to try, without those at which no noise can be estimated."""
+    levels = fit.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
+    return levels[noises_at(fit, levels).isfinite()]
+
+
+def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:
+    """Where a function of λ is largest, to ten digits, and whether that is at an end."""
+    place = int(function(levels).argmax())
+    if place in (0, len(levels) - 1):
+        return levels[place], True
+    for _ in range(_ZOOMS):
+        ends = levels[max(place - 1, 0)], levels[min(place + 1, len(levels) - 1)]
+        steps = torch.linspace(0, 1, 41, dtype=torch.float64)
+        levels = ends[0] * (ends[1] / ends[0]) ** steps
+        place = int(function(levels).argmax())
+    return levels[place], False

@@ -1,0 +1,124 @@
+"""Which predictions to trust most, and which least."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError
+from deltabars.prediction.prediction import Prediction
+
+CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
+
+
+def most_certain(prediction: Prediction, count: int) -> Tensor:
+    """The places (count,) of the inputs with the lowest scores, the lowest first."""
+    return _order(prediction, count, descending=False)
+
+
+def least_certain(prediction: Prediction, count: int) -> Tensor:
+    """The places (count,) of the inputs with the highest scores, the highest first."""
+    return _order(prediction, count, descending=True)
+
+
+def _order(prediction: Prediction, count: int, descending: bool) -> Tensor:
+    if not 1 <= count <= len(prediction):
+        raise BadValueError(f"count: expected 1 to {len(prediction)}, got {count}.")
+    return prediction.score.sort(descending=descending, stable=True).indices[:count]
+
+
+def ranked(
+    prediction: Prediction,
+    count: int,
+    *,
+    by: str = "score",
+    targets: Tensor | None = None,
+    most_certain: bool = False,
+    per_class: bool = False,
+    wrong: bool = False,
+) -> Tensor:
+    """The places (n,) of the inputs to look at first, at most `count` of them.
+
+    Args:
+        prediction: B inputs.
+        count: how many; with `per_class`, of each predicted class, one class after the other.
+        by: `"score"`, `"mutual_information"` or `"entropy"`, the highest first; `"probability"` of
+            the predicted class or `"target"`, the probability of the target, the lowest first.
+        targets: class numbers (B,), for `"target"` and `wrong`.
+        most_certain: the other end of the order.
+        per_class: so many of each predicted class.
+        wrong: only inputs whose predicted class is not the target.
+
+    Raises:
+        BadValueError: the prediction does not have the numbers that are asked for.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.ranking import ranked
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> out = fit.predict(digits.test_images)
+        >>> first = ranked(out, 10, by="probability")  # the ten least confident predictions
+        >>> bool(out.mean.amax(1)[first].max() < 0.5)
+        True
+    """
+    doubt = _doubt(prediction, by, targets)
+    doubt = doubt.nan_to_num(torch.inf if most_certain else -torch.inf)  # last in both orders
+    order = doubt.sort(descending=not most_certain, stable=True).indices
+    labels = prediction.label
+    if (wrong or per_class) and (labels is None or labels.ndim != 1):
+        raise BadValueError("wrong, per_class: expected predictions of one class an input.")
+    if wrong:
+        if targets is None or targets.ndim != 1:
+            raise BadValueError("wrong: expected data with targets, got none.")
+        assert labels is not None
+        order = order[(labels != targets)[order]]
+    if per_class:
+        assert labels is not None
+        found = labels[order]
+        return torch.cat([order[found == label][:count] for label in found.unique()] or [order[:0]])
+    return order[:count]
+
+
+def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
+    """The probability (B,) that each input's own target has; NaN where it is no class.
+
+    Of one output with yes or no as targets, it is that of the answer.
+
+    Raises:
+        BadValueError: there are no class numbers as targets, or not all classes.
+    """
+    labels, mean = prediction.label, prediction.mean
+    if targets is not None and labels is not None and labels.shape == (len(mean), 1):
+        yes = targets.reshape(-1).to(mean)
+        return yes * mean[:, 0] + (1 - yes) * (1 - mean[:, 0])
+    if targets is None or targets.ndim != 1 or prediction.classes is not None:
+        raise BadValueError(
+            "by: expected class numbers as targets, and the probabilities of all classes, for "
+            "'target', got data without them. Choose another order."
+        )
+    last = mean.shape[1] - 1
+    found = mean.gather(1, targets.clamp(0, last)[:, None])[:, 0]
+    return found.masked_fill((targets < 0) | (targets > last), torch.nan)
+
+
+def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
+    """A number (B,) that is high for inputs to look at first."""
+    if by not in CRITERIA:
+        raise BadValueError(f"by: expected one of {CRITERIA}, got {by!r}.")
+    if by != "score" and prediction.total_std is not None:
+        raise BadValueError(
+            f"by: expected 'score' for a regression, which has no probabilities, got {by!r}."
+        )
+    if by == "probability":
+        return -prediction.mean.amax(1)
+    if by == "target":
+        return -target_probability(prediction, targets)
+    value: Tensor | None = getattr(prediction, by)
+    if value is None:
+        raise BadValueError(
+            f"by: expected a prediction with {by}, got one without: it is computed for up to 100 "
+            "classes, all of them. Choose another order."
+        )
+    return value

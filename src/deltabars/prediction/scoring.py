@@ -1,0 +1,201 @@
+"""Predictions of any number of inputs, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.covariance.low_rank import Covariance
+from deltabars.curvature.pullback import Pullback
+from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
+from deltabars.errors import DataError
+from deltabars.likelihoods.base import Likelihood
+from deltabars.prediction.averaging import Classes, Moderation
+from deltabars.prediction.prediction import Prediction
+from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
+from deltabars.problem.inputs import Inputs, Signature, leaves
+from deltabars.problem.network import Network, model_errors
+from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
+from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import Basis, ShardedVectors
+
+_READ_SIZE = 8192  # inputs, where they do not come in batches
+_LARGEST_CHUNK = 1024
+_PROBE = 8  # inputs that memory is measured on
+_COPIES = 4  # of the projections (or L Lᵀ), that their squares and sums take about
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What turns inputs into predictions with error bars.
+
+    Attributes:
+        signature: of the inputs that the network was fitted with.
+        bases: eigenvectors (K, P) by matrix.
+        covariances: by the name under which their predictions are returned.
+        space, bound, with_covariance: as for `DeltaFit.predict`.
+        classes: which outputs are wanted; all if None.
+        moderation: how predictions are averaged over the parameters; not at all if None.
+        memory_budget: bytes to stay within; half of the free memory if None.
+    """
+
+    pullback: Pullback
+    likelihood: Likelihood
+    signature: Signature
+    bases: Mapping[str, Basis]
+    covariances: Mapping[str, Covariance]
+    space: str
+    bound: str
+    with_covariance: bool
+    classes: Classes | None
+    moderation: Moderation | None
+    memory_budget: int | None
+
+    def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> dict[str, Prediction]:
+        """The predictions of every covariance; F and its projections are computed once.
+
+        The chunk size is chosen by the memory budget if None.
+        """
+        parts: dict[str, list[Prediction]] = {name: [] for name in self.covariances}
+        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
+        done = 0
+        with Progress("Predicting", total, "input", progress) as bar:
+            for predictions in self._predictions(inputs, chunk_size):
+                for name, prediction in predictions.items():
+                    parts[name].append(prediction)
+                done += len(next(iter(predictions.values())))
+                bar.show(done)
+        if not done:
+            raise DataError("Inputs: expected at least one, got none.")
+        return {name: Prediction.concatenate(part) for name, part in parts.items()}
+
+    def _predictions(self, inputs: Any, given: int | None) -> Iterator[dict[str, Prediction]]:
+        """The predictions of all inputs, a chunk at a time."""
+        size = None if given is None else ChunkSize(given)
+        sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
+        if sharded:
+            yield from self._in_step(inputs, given, sharded[0].space.ranks)
+            return
+        for batch in read_inputs(inputs, self.signature, self._network):
+            size = ChunkSize(self._choose_chunk_size(batch)) if size is None else size
+            yield from size.each([batch], self._predict_chunk)
+
+    def _in_step(
+        self, inputs: Any, given: int | None, ranks: Ranks
+    ) -> Iterator[dict[str, Prediction]]:
+        """The same where ranks share the eigenvectors, whose columns all of them ask for at once.
+
+        Each predicts its own inputs. One that has no more goes through its last chunk again, for as
+        long as any other has some.
+        """
+        with ranks.together():
+            chunks = self._chunks(inputs, given)
+            last: Batch | None = None
+            while True:
+                chunk = next(chunks, None)
+                if not any(ranks.gather(chunk is not None)):
+                    return
+                last = chunk or last
+                if last is None:
+                    raise DataError("Inputs: expected at least one on every rank, got none.")
+                found = self._predict_chunk(last)
+                if chunk is not None:
+                    yield found
+
+    def _chunks(self, inputs: Any, given: int | None) -> Iterator[Batch]:
+        for batch in read_inputs(inputs, self.signature, self._network):
+            given = given or self._choose_chunk_size(batch)
+            yield from batch.split(given)
+
+    def _predict_chunk(self, chunk: Batch) -> dict[str, Prediction]:
+        with self._network.evaluation(), model_errors():
+            outputs, sensitivity = sensitivities(
+                self.pullback,
+                self.likelihood,
+                chunk.inputs,
+                self.bases,
+                self.space,
+                classes=self.classes,
+                with_gram=self._with_gram,
+            )
+        if not bool(outputs.isfinite().all()):
+            raise DataError("Outputs: expected finite values, got NaN or infinity.")
+        return {
+            name: self._prediction(outputs, sensitivity, covariance)
+            for name, covariance in self.covariances.items()
+        }
+
+    def _prediction(
+        self, outputs: Tensor, sensitivity: Sensitivity, covariance: Covariance
+    ) -> Prediction:
+        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
+        moderated = None
+        if self.moderation is not None:
+            assert spread.covariance is not None
+            moderated = self.moderation(outputs, spread.covariance)
+        return Prediction.compute(
+            sensitivity.value,
+            spread.scaled(sensitivity.slope),
+            self.likelihood.label(self.likelihood.mean(outputs)),
+            self.likelihood.target_noise,
+            bound=self.bound,
+            with_covariance=self.with_covariance,
+            classes=None if self.classes is None else self.classes(outputs),
+            moderated=moderated,
+            of_probabilities=self.space == "probability" and self.likelihood.discrete,
+        )
+
+    def _choose_chunk_size(self, batch: Batch) -> int:
+        """Inputs at a time: activations, the largest layer's part of F, and F·Q must fit."""
+        few = batch.rows(slice(0, _PROBE))
+        columns = sum(basis.shape[0] for basis in self.bases.values())
+        rows = partial(cotangents, self.likelihood, self.space, self.classes)
+        count = None if self.classes is None else self.classes.count
+        with self._network.evaluation(), model_errors():
+            found = self.pullback.footprint(few.inputs, rows, count)
+        size = self._network.dtype.itemsize
+        numbers = (2 * found.largest_layer(columns) + found.loose) * size
+        columns += found.count if self._with_gram else 0
+        projected = _COPIES * columns * torch.float64.itemsize
+        # Cotangents are rows of as many numbers as there are outputs.
+        each = 2 * found.activations + 2 * found.outputs * size + projected
+        per_input = found.count * each + numbers
+        budget = resolve_budget(self.memory_budget, self._network.device)
+        return chunk_within(budget, per_input, _LARGEST_CHUNK, self._network.device)
+
+    @property
+    def _with_gram(self) -> bool:
+        return self.with_covariance or self.moderation is not None
+
+    @property
+    def _network(self) -> Network:
+        return self.pullback.network
+
+
+def read_inputs(inputs: Any, signature: Signature, network: Network) -> Iterator[Batch]:
+    """The inputs in batches on the network's device, each of them checked; targets are left out."""
+    if isinstance(inputs, list):
+        check_not_batches(inputs, signature)
+    for raw in iterate(inputs, _READ_SIZE):
+        batch = unlabelled(raw, signature)
+        _check(batch.inputs, signature, network)
+        yield batch.to(network.device, network.dtype)
+
+
+def _check(inputs: Inputs, signature: Signature, network: Network) -> None:
+    signature.check(inputs, also=str(network.dtype))
+    own = network.device
+    for leaf in leaves(inputs):
+        if leaf.device.type not in ("cpu", own.type):
+            places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
+            raise DataError(
+                f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with .to(…)."
+            )
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            raise DataError("Inputs: expected finite values, got NaN or infinity.")

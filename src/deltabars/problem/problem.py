@@ -1,0 +1,557 @@
+"""Sums over all training examples: losses, gradients, weights; each example checked on the way."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
+from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.losses import Loss, read_loss, told_apart
+from deltabars.problem.batches import Batch
+from deltabars.problem.behaviour import check_independence, ranges_of
+from deltabars.problem.data import TrainingData
+from deltabars.problem.inputs import Inputs, Signature, leaves, map_leaves
+from deltabars.problem.network import Network, model_errors, weighted_sum
+from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
+from deltabars.problem.prior import L2, Decay
+from deltabars.problem.silence import Units
+from deltabars.runtime.distributed import Ranks, check_same_options, current
+from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, share, shared_budget
+from deltabars.runtime.vectors import Spaces
+
+_Part = tuple[Tensor, Tensor, Tensor, float, Tensor]
+Watching = Callable[[Inputs, Mapping[str, Tensor]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the examples of some data.
+
+    Attributes:
+        loss: Σ lossₙ.
+        weight: Σ of the examples' weights; N where they all count alike.
+        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
+        right: how many labels are predicted right, NaN where there are none.
+        moments: of the targets (see `Likelihood.constant_answer`).
+    """
+
+    loss: float
+    weight: float
+    gradient: Tensor
+    right: float
+    moments: Tensor
+
+    def over(self, ranks: Ranks) -> Totals:
+        """The totals of all ranks.
+
+        Raises:
+            DataError: none of the examples counts.
+        """
+        parts = ranks.gather((self.loss, self.weight, self.right))
+        loss, weight, right = (math.fsum(column) for column in zip(*parts, strict=True))
+        if not weight > 0:
+            raise DataError(
+                "Targets: expected examples that count, got weight 0 for every class in the data. "
+                "Give each class a weight above zero."
+            )
+        moments = ranks.sum_(self.moments)
+        return Totals(loss, weight, ranks.sum_(self.gradient), right, moments)
+
+
+def add_up(
+    network: Network,
+    likelihood: Likelihood,
+    num_outputs: int,
+    chunks: Iterable[Batch],
+    chunk_size: ChunkSize,
+    watch: Watching,
+    report: Callable[[int], None],
+) -> Totals:
+    """The totals of all chunks, with every output, target and loss checked.
+
+    Args:
+        num_outputs: C, which every chunk must have.
+        chunk_size: halved where memory runs out.
+        watch: gives, for inputs and parameters, a context to run the forward pass in.
+        report: called with the examples done.
+
+    Raises:
+        DataError, ModelError: what was expected, found, and to be done.
+    """
+    gradient = torch.zeros(network.parameters.size, device=network.device, dtype=torch.float64)
+    loss = weight = right = 0.0
+    moments: Tensor | float = 0.0
+    done = 0
+    work = partial(_of_chunk, network, likelihood, num_outputs, watch)
+    parts: Iterator[_Part] = chunk_size.each(chunks, work)
+    for losses, weights, part, of_labels, of_targets in parts:
+        bad = int((~losses.isfinite()).sum())
+        if bad:
+            raise DataError(
+                f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
+                f"of {len(losses)} examples. Look for outputs that overflow."
+            )
+        loss += float(losses.double().sum())
+        weight += float(weights.double().sum())
+        gradient += part
+        right += of_labels
+        moments = of_targets + moments
+        done += len(losses)
+        report(done)
+    if not bool(gradient.isfinite().all()):
+        raise ModelError(
+            "Gradients: expected finite values, got NaN or infinity. Look for square roots "
+            "or logarithms at zero in the model."
+        )
+    assert isinstance(moments, Tensor)
+    return Totals(loss, weight, gradient, right, moments)
+
+
+def _of_chunk(
+    network: Network,
+    likelihood: Likelihood,
+    num_outputs: int,
+    watch: Watching,
+    batch: Batch,
+) -> _Part:
+    """Of a chunk: the losses (B,), their weights (B,), and the gradient (P,) of the losses' sum;
+    how many labels are right; and the moments of the targets.
+    """
+    targets = batch.targets
+    assert targets is not None
+    outputs = losses = torch.empty(0)
+
+    def total(found: Tensor) -> Tensor:
+        nonlocal outputs, losses
+        outputs = found
+        if outputs.shape[1] != num_outputs:
+            raise ModelError(
+                f"Model output: expected {num_outputs} columns on every batch, got "
+                f"{outputs.shape[1]}."
+            )
+        likelihood.check_targets(outputs, targets)
+        losses = likelihood.loss(outputs, targets)
+        return losses.sum()
+
+    gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
+    outputs = outputs.detach()
+    check_independence(network, batch.inputs, outputs)
+    label = likelihood.label(likelihood.mean(outputs))
+    right = math.nan
+    if label is not None and label.shape == targets.shape:
+        right = float(label.eq(targets).double().mean()) * len(targets)
+    weights = likelihood.weights(outputs, targets)
+    return losses.detach(), weights, gradient, right, likelihood.moments(outputs, targets)
+
+
+_LARGEST_CHUNK = {"cpu": 1024}  # examples
+_LARGEST_CHUNK_ELSEWHERE = 8192
+_COPIES = 6  # of the activations kept for derivatives, that these take about
+_PROBE = 64  # examples that the model is tried out on
+_FAR, _FAR_RELATIVE = 1.0, 0.5
+_AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
+_HARDLY = 0.95  # of the mean loss of a constant answer
+TRAIN_ON = (
+    "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
+    "SGD and Adam; not of AdamW)."
+)
+
+
+def is_far(relative_gradient: float, distance: float | None) -> bool:
+    """Whether the optimum is so far that predictions there lie outside of their error bars.
+
+    Args:
+        relative_gradient: ‖∇cost‖ over the norms of its two parts.
+        distance: from the optimum, in error bars; None where it is not known.
+    """
+    return relative_gradient > _FAR_RELATIVE and (distance is None or distance > _FAR)
+
+
+def how_far(relative_gradient: float, distance: float | None) -> str:
+    """The same in words."""
+    if distance is None:
+        return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
+    return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
+
+
+class Problem:
+    """Everything the curvature of a training cost depends on, checked.
+
+    Args:
+        model: a module that returns outputs (B, C), which is never altered; or one captured before.
+        data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, a Loss, or the loss
+            module of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
+        parameters: which parameters count (see `ParameterSpace.select`).
+        l2: λ > 0 of the cost, or a mapping from name patterns to the λs of their parameters; with a
+            loss module, of the cost that has that module for its loss.
+        device, dtype: where and how precisely to compute; the model's own by default.
+        memory_budget: bytes that caches may take; half of the free memory by default.
+        chunk_size: examples that are worked on at a time; by default as many as the memory
+            budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
+            the same, half as many are tried, with a warning.
+        deterministic: the same bits each time on a GPU too (see `fit`).
+        allow_probabilities: take outputs that look like probabilities for logits all the same.
+        on_progress: called with the examples done and what is being done with them.
+
+    Attributes:
+        likelihood: with weights, if any, of mean one over the data.
+        given_l2: λ as it was given.
+        decay: λ of the cost above: that one, unless a loss module reduces in another way.
+        train_accuracy: of the labels that the model predicts for its training data; None where
+            targets are none.
+        constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
+        ranges: of the first inputs (see `behaviour`).
+        units: which units of the network any example switches on.
+        reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
+            where it is all of them, as far as is known.
+
+        on_chunk: called with the examples of each chunk before it is worked on.
+
+    Raises:
+        ModelError, DataError, BadValueError: with what was expected, found, and to be done.
+
+    Cost: two passes over data that come from a loader, and one gradient.
+    """
+
+    on_chunk: Callable[[int], None] | None = None
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Network,
+        data: Any,
+        likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
+        parameters: Selection | ParameterSpace = None,
+        l2: L2 | Decay | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        memory_budget: int | None = None,
+        chunk_size: int | None = None,
+        deterministic: bool = False,
+        allow_probabilities: bool = False,
+        on_progress: Callable[[int, str], None] | None = None,
+    ) -> None:
+        loss = read_loss(likelihood)
+        self.likelihood = loss.likelihood
+        self.ranks = current()
+        network = model
+        if not isinstance(network, Network):
+            network = Network.capture(network, parameters, device, dtype, deterministic)
+        given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
+        self.given_l2 = given.given
+        self.network = replace(network, scales=given.scales)
+        self._check_same_everywhere((loss.divided_by, loss.multiple))
+        self.memory_budget = shared_budget(memory_budget, self.device, self.ranks)
+        if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
+            raise BadValueError(
+                f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
+            )
+        report = on_progress or (lambda done, what: None)
+        room = share(self.memory_budget, DATA)
+        self.data = TrainingData(
+            data, self.device, self.dtype, room, report, self.ranks, self.likelihood.counted
+        )
+        self.num_outputs = 0  # until the model is probed
+        advice = _advice_on_integers(self.data.signature)
+        first = next(iter(self.chunks(_PROBE)))
+        self.ranges = ranges_of(first.inputs)
+        self._pixels = _raw_pixels(first)
+        with model_errors(advice):
+            self.network = self.network.settled(first.inputs)
+        with self.network.evaluation(), model_errors(advice):
+            self.num_outputs = self._probe(first, allow_probabilities)
+            self._check_same_function(first)
+            self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
+            self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
+            if isinstance(parameters, LastLayer):
+                self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
+            self._check_dependence(first)
+            self.units = Units(self.network, self.ranks)
+            totals = self._read_losses(report)
+            self.mean_loss = totals.loss / totals.weight
+            right = totals.right / self.num_examples
+            self.train_accuracy = None if math.isnan(right) else right
+            self.constant_answer = self.likelihood.constant_answer(
+                totals.moments, self.num_examples
+            )
+            self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
+            factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
+            self.decay = given.times(factor)
+            self.reached = self.units.reached(first.inputs, totals.gradient)
+            self.spaces = Spaces.of(self.num_parameters, self.reached, self.ranks)
+
+    @property
+    def parameters(self) -> ParameterSpace:
+        """The parameters that count, and their places in the flat vector."""
+        return self.network.parameters
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return self.parameters.size
+
+    @property
+    def num_reached(self) -> int:
+        """P': how many of them the losses depend on."""
+        return self.num_parameters if self.reached is None else len(self.reached)
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.data.num_examples
+
+    @property
+    def l2(self) -> float:
+        """λ, in the coordinates that derivatives are taken in (see `Decay`)."""
+        return self.decay.level
+
+    @property
+    def penalty(self) -> float:
+        """½ Σ λᵢωᵢ² at ω̂: the part of the cost that is not the mean loss."""
+        return 0.5 * float(self.network.point.double() @ self._pull.double())
+
+    @property
+    def device(self) -> torch.device:
+        """Where to compute."""
+        return self.network.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """How precisely to compute."""
+        return self.network.dtype
+
+    @property
+    def gradient(self) -> Tensor:
+        """∇cost at ω̂, (P,): about zero where the network was trained to the end with this λ."""
+        return self._data_gradient + self._pull
+
+    @property
+    def relative_gradient(self) -> float:
+        """‖∇cost‖ over ‖∇mean loss‖ + ‖λω̂‖: 0 at an optimum, 1 where nothing balances."""
+        scale = float(self._data_gradient.norm()) + float(self._pull.norm())
+        return float(self.gradient.norm()) / scale if scale else 0.0
+
+    @property
+    def _pull(self) -> Tensor:
+        """λω̂, (P,): the gradient of the penalty."""
+        point, scale = self.network.point, self.network.scale
+        return self.l2 * (point if scale is None else point / scale.square())
+
+    def chunks(self, size: int | None = None) -> Iterator[Batch]:
+        """One pass over the data in chunks, on the device."""
+        for batch in self.data.chunks(size or self.chunk_size.value):
+            if self.on_chunk is not None:
+                self.on_chunk(len(batch))
+            assert batch.targets is not None
+            targets = self.likelihood.arranged(batch.targets, self.num_outputs)
+            yield Batch(batch.inputs, targets)
+
+    def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The loss of each example of a batch, (B,), as a function of the parameters."""
+        assert batch.targets is not None
+        outputs = self.network.outputs(trained, batch.inputs)
+        return self.likelihood.loss(outputs.double(), batch.targets)
+
+    def warn_if_far_from_optimum(self, distance: float | None) -> None:
+        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
+
+        Args:
+            distance: from the optimum, in error bars; None where it is not known.
+        """
+        chance = self._chance()
+        if chance or is_far(self.relative_gradient, distance):
+            moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
+            warnings.warn(
+                f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
+                f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
+                f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
+                f"{self._advice_on_training_mode()}",
+                OptimumWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether the model is no better on its training data than the best constant outputs.
+
+        By its mean loss; or by its accuracy, within two standard deviations of that many guesses,
+        where the loss is hardly better either. (Of classes that are very unequal a useful network
+        may always predict the largest.) At an optimum the cost was not worth more: λ is large.
+        """
+        accuracy, loss = self.constant_answer
+        # A loss of 0 is that of targets that are all the same.
+        if not loss > 0 or self.relative_gradient < _AT_OPTIMUM:
+            return False
+        spread = 2 * math.sqrt(max(accuracy * (1 - accuracy), 0) / self.num_examples)
+        found = self.train_accuracy
+        guesses = found is not None and found <= accuracy + spread
+        return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
+
+    def _chance(self) -> str:
+        """In words, that the model is no better than chance; empty where it is."""
+        if not self.is_at_chance:
+            return ""
+        accuracy, loss = self.constant_answer
+        found, best = "", ""
+        if self.train_accuracy is not None:
+            found, best = (
+                f"a training accuracy of {self.train_accuracy:.1%} and ",
+                f"{accuracy:.1%}, ",
+            )
+        return (
+            f"Expected weights that were trained on these data, got {found}a mean loss of "
+            f"{self.mean_loss:.4g}, which is that of chance (the best answer that is always the "
+            f"same has {best}{loss:.4g}). Load the trained weights, and prepare inputs and targets "
+            f"as in training.{self._pixels} "
+        )
+
+    def _advice_on_training_mode(self) -> str:
+        kinds = {
+            type(module).__name__
+            for module in self.network.model.modules()
+            if "BatchNorm" in type(module).__name__ or "Dropout" in type(module).__name__
+        }
+        if not kinds:
+            return ""
+        last = set(LastLayer().names(self.network.model))
+        other = (
+            ""
+            if last.issuperset(self.parameters.names)
+            else f", or take {option('params', LastLayer())}, which is less affected"
+        )
+        return (
+            f" The model has {' and '.join(sorted(kinds))}, so the cost it was trained with is not "
+            f"quite this one, of eval mode: train on for a while in eval mode{other}."
+        )
+
+    def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
+        """Refuse a rank with another model or other options."""
+        network = self.network
+        state = {**network.trained, **network.constants}
+        options = {
+            "model": sorted((name, tuple(value.shape)) for name, value in state.items()),
+            "params": list(network.trained),
+            "l2": dict(self.given_l2) if isinstance(self.given_l2, Mapping) else self.given_l2,
+            "likelihood": (told_apart(self.likelihood), reduction),
+            "dtype": network.dtype,
+            "device": network.device.type,
+        }
+        check_same_options(self.ranks, options)
+
+    def _check_same_function(self, batch: Batch) -> None:
+        """Refuse a rank whose model gives other outputs for the first rank's inputs."""
+        if self.ranks.count == 1:
+            return
+        few = batch.rows(slice(0, 3)).inputs
+        few = map_leaves(
+            lambda leaf: leaf.to(self.device), self.ranks.agreed(map_leaves(Tensor.cpu, few))
+        )
+        found = self.network.outputs(dict(self.network.trained), few).cpu()
+        first, *others = self.ranks.gather(found)
+        for rank, other in enumerate(others, 1):
+            same = other.shape == first.shape and torch.allclose(
+                other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
+            )
+            if not same:
+                raise ModelError(
+                    "Model: expected the same weights and the same forward pass on every rank, got "
+                    f"other outputs on rank {rank} than on rank 0. Load the weights from one file, "
+                    "or broadcast those of the first rank."
+                )
+
+    def _probe(self, batch: Batch, allow_probabilities: bool) -> int:
+        """Check the outputs on one chunk; the number of outputs C."""
+        outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
+        if outputs.shape[0] != len(batch):
+            raise ModelError(
+                f"Model output: expected one row for each of {len(batch)} examples, got "
+                f"{tuple(outputs.shape)}. The first dimension must count examples."
+            )
+        if self.network.is_random(batch.inputs):
+            raise ModelError(
+                "Model output: expected the same outputs for the same inputs in eval mode, got "
+                "different ones. Turn off what is random in the forward pass."
+            )
+        check_independence(self.network, batch.inputs, outputs, closely=True)
+        assert batch.targets is not None
+        targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
+        self.likelihood.check_targets(outputs, targets)
+        if not allow_probabilities and self.likelihood.are_probabilities(outputs, targets):
+            what, end, inverse = (
+                ("rows that are non-negative and sum to one", "softmax", "torch.log")
+                if outputs.shape[1] > 1 and self.likelihood.name == "categorical"
+                else ("probabilities between 0 and 1", "sigmoid", "torch.logit")
+            )
+            raise ModelError(
+                f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
+                f"it out, or return {inverse} of what it gives: the loss applies a {end} itself. "
+                f"{option('allow_probabilities', True)} takes them for logits."
+            )
+        return outputs.shape[1]
+
+    def _check_dependence(self, batch: Batch) -> None:
+        """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
+        if not bool(self.network.gradient(batch.inputs, weighted_sum).any()):
+            raise ModelError(
+                "Model output: expected one that depends on the selected parameters, got "
+                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
+                "forward pass."
+            )
+
+    def _default_chunk_size(self) -> int:
+        most = _LARGEST_CHUNK.get(self.device.type, _LARGEST_CHUNK_ELSEWHERE)
+        per_example = _COPIES * self.activation_bytes
+        return chunk_within(self.memory_budget, per_example, most, self.device)
+
+    def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
+        """The sums over all examples; weights are brought to a mean of one on the way."""
+        totals = add_up(
+            self.network,
+            self.likelihood,
+            self.num_outputs,
+            self.chunks(),
+            self.chunk_size,
+            self.units.watch,
+            lambda done: report(done, f"gradient of {self.num_examples}"),
+        )
+        totals = totals.over(self.ranks)
+        if totals.weight != self.num_examples:
+            self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
+        return totals
+
+
+def _advice_on_integers(signature: Signature) -> str:
+    """What may be wrong with inputs of an integer type that a model does not take."""
+    found = [kind for kind in signature.dtypes if "int" in kind]
+    if not found:
+        return ""
+    return (
+        f". The inputs are of {found[0]}: a network that was trained on floats takes floats, "
+        "prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
+    )
+
+
+def _raw_pixels(batch: Batch) -> str:
+    """What may be wrong with inputs that are the numbers of a picture's file; else nothing."""
+    for leaf in leaves(batch.inputs):
+        values = leaf.float()
+        if (leaf.dtype != torch.uint8 and not leaf.is_floating_point()) or leaf.ndim < 2:
+            continue
+        low, high = values.min(), values.max()
+        if low >= 0 and 1 < high <= 255 and bool((values == values.round()).all()):
+            return (
+                f" The inputs are whole numbers from {float(low):g} to {float(high):g}: divide "
+                "them as in training, by 255, say."
+            )
+    return ""

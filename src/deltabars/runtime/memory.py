@@ -1,0 +1,188 @@
+"""How much memory a computation may take, and what to do when there is less."""
+
+from __future__ import annotations
+
+import platform
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError, option
+from deltabars.runtime.distributed import Ranks
+
+Result = TypeVar("Result")
+
+# Bytes that one chunk of work takes where there is enough memory: on a CPU little more than its
+# caches, on a GPU enough to keep it busy.
+_NOMINAL = {"cpu": 1 << 28}
+_NOMINAL_ELSEWHERE = 1 << 34
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+# What may take which part of the budget. Together they make up the whole.
+DATA, KEPT, BASIS, CHUNK = "data", "kept between products", "Krylov basis", "chunk"
+_EIGHTHS = {DATA: 1, KEPT: 3, BASIS: 2, CHUNK: 2}
+
+
+def share(budget: int, of: str) -> int:
+    """The bytes of a budget that one of DATA, KEPT, BASIS and CHUNK may take."""
+    return budget * _EIGHTHS[of] // 8
+
+
+def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
+    """The bytes to stay within: the given number, or half of what is free on the device."""
+    if memory_budget is None:
+        return free_bytes(device) // 2
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0:
+        raise BadValueError(
+            f"memory_budget: expected a whole number of bytes above zero, got {memory_budget!r}."
+        )
+    return memory_budget
+
+
+def shared_budget(memory_budget: int | None, device: torch.device, ranks: Ranks) -> int:
+    """The same for each of several ranks: what is free is divided by those on one device.
+
+    The least of all ranks, because what one keeps decides for all how far a basis grows.
+    """
+    budget = resolve_budget(memory_budget, device)
+    places = ranks.gather((platform.node(), _identity(device)))
+    alike = [place for place in places if place == places[ranks.rank]]
+    each = budget if memory_budget is not None else budget // len(alike)
+    return min(ranks.gather(each))
+
+
+def read_bytes(given: Any, name: str) -> int:
+    """A number of bytes: 8000000000, "8GB", "500MiB".
+
+    Raises:
+        BadValueError: it is none, or not above zero.
+    """
+    found = _BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
+    if found is not None:
+        base = 1024 if found[3] else 1000
+        given = int(float(found[1]) * base ** _POWERS[found[2].lower()])
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise BadValueError(f"{name}: expected bytes, such as 8GB or 500MiB, got {given!r}.")
+    return given
+
+
+def _identity(device: torch.device) -> str:
+    """What tells a device of a machine from others: each process may see its GPU as the first."""
+    if device.type != "cuda":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory that is free on a device now."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {name: value.split()[0] for name, _, value in (x.partition(":") for x in lines)}
+        return int(kilobytes["MemAvailable"]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):  # not every platform tells
+        return 4 << 30
+
+
+def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.device) -> int:
+    """How many items to work on at a time: at least one, at most `most`.
+
+    As many as take a nominal amount (a quarter of a gibibyte on a CPU), rounded down to a power of
+    two; fewer only where that is more than a quarter of the budget. So the chunks, and with them
+    the last bits of sums, do not depend on how much memory happens to be free, unless it is scarce.
+    """
+    nominal = _NOMINAL.get(device.type, _NOMINAL_ELSEWHERE)
+    fitting = max(1, min(nominal, share(budget, CHUNK)) // max(1, bytes_per_item))
+    return min(most, 1 << (fitting.bit_length() - 1))
+
+
+class Splittable(Protocol):
+    """Some examples that can be worked on in parts."""
+
+    def __len__(self) -> int: ...
+
+    def split(self, size: int) -> Iterator[Self]:
+        """The same examples, at most `size` at a time."""
+
+
+Examples = TypeVar("Examples", bound=Splittable)
+
+
+class ChunkSize:
+    """How many examples are worked on at a time: half as many each time that memory runs out.
+
+    Attributes:
+        value: the present number.
+    """
+
+    def __init__(self, value: int, said: list[str] | None = None) -> None:
+        self.value = value
+        self._said: list[str] = [] if said is None else said
+
+    def at_most(self, value: int) -> ChunkSize:
+        """A number of its own, for work of another kind; what was said once stays said."""
+        return ChunkSize(min(self.value, value), self._said)
+
+    def each(
+        self, batches: Iterable[Examples], work: Callable[[Examples], Result]
+    ) -> Iterator[Result]:
+        """The results of `work` on all examples in turn, at most `value` of them at a time."""
+        for batch in batches:
+            waiting = deque(batch.split(self.value))
+            while waiting:
+                part = waiting.popleft()
+                result = attempt(partial(work, part)) if len(part) <= self.value else None
+                if result is not None:
+                    yield result
+                    continue
+                if len(part) <= self.value:
+                    self.halve(len(part))
+                waiting.extendleft(reversed(list(part.split(self.value))))
+
+    def halve(self, failed: int) -> None:
+        """Go down to half of the number that there was no memory for, and say so once."""
+        if failed <= 1:
+            raise NotEnoughMemoryError(
+                "Memory: expected room for one example at a time, got too little. Free some, use "
+                f"a larger device, or choose fewer parameters with {option('params=')}."
+            )
+        self.value = (failed + 1) // 2
+        if not self._said:
+            self._said.append(
+                f"Memory: expected room for {failed} examples at a time, got too little; going on "
+                f"with {self.value} or fewer. Start there with {option('batch_size=')}, or with "
+                f"a smaller {option('memory_budget=')}."
+            )
+            warnings.warn(self._said[0], MemoryWarning, stacklevel=3)
+
+
+def attempt(work: Callable[[], Result]) -> Result | None:
+    """The result of `work`, or None where memory ran out on the way."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+    # Only here, after the exception and the tensors that its traceback holds are gone.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on a GPU or on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(text in str(error) for text in ("can't allocate memory", "ALLOC_FAILED"))
+    )

@@ -1,0 +1,244 @@
+"""Threads: one at a time at an object, and switches of the process that several of them share."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltabars.errors import BadValueError, ModelError
+
+
+class Turns:
+    """A lock for each object, which lives for as long as a thread has it or waits for it."""
+
+    def __init__(self) -> None:
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        """Forget all locks: after a fork there is nobody left to give them back."""
+        self._guard = threading.Lock()
+        self._locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    @contextmanager
+    def at(self, thing: object) -> Iterator[None]:
+        """Wait until no other thread is at an object; a thread may be there several times."""
+        with self._guard:
+            lock = self._locks.get(id(thing))
+            if lock is None:
+                lock = self._locks[id(thing)] = threading.RLock()
+        with lock:
+            yield
+
+
+class Shared:
+    """A context of the whole process: the first thread in opens it, the last one out closes it.
+
+    Args:
+        make: gives the context, which a thread may open and another one close.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._inside = 0
+        self._context: AbstractContextManager[Any] | None = None
+        self.renew()
+        os.register_at_fork(after_in_child=self.renew)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Be in the context."""
+        with self._guard:
+            if not self._inside:
+                self._context = self._make()
+                self._context.__enter__()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._inside -= 1
+                if not self._inside:
+                    assert self._context is not None
+                    self._context.__exit__(None, None, None)
+
+    def renew(self) -> None:
+        """Another guard: after a fork there is nobody left to give the old one back."""
+        self._guard = threading.Lock()
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Of torch's own: operations that vmap takes one by one, and a deprecation in its set-up.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        warnings.filterwarnings("ignore", message="`torch.jit.script`")
+        yield
+
+
+# Threads that each saved and restored the process's filters would restore one another's.
+without_noise = Shared(_without_noise)
+
+
+_CUDNN: Any = torch.backends.cudnn  # its switches are set up at run time
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """No autocast, no TF32, no inference mode, no recording of gradients; all put back after.
+
+    Attention takes its plain form: the fused ones have no forward or per-example derivatives.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),  # torch.func turns gradients on where it needs them
+        torch.autocast(device.type, enabled=False),
+        _ieee() if device.type == "cuda" else nullcontext(),
+        _plain(),
+    ):
+        yield
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_plain = Shared(_plain_attention)
+
+
+@contextmanager
+def float32_products(device: torch.device, how: str) -> Iterator[None]:
+    """Float32 products and convolutions on a GPU as they are (`"ieee"`) or in `"tf32"`."""
+    if device.type != "cuda":
+        yield
+        return
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv)
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = how
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+# The error of TF32 is of the order of λ itself.
+_ieee = Shared(lambda: float32_products(torch.device("cuda"), "ieee"))
+
+
+def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The type to compute in: the one that is asked for, or the model's own, or float32."""
+    supported = (torch.float32, torch.float64)
+    if asked is not None and asked not in supported:
+        raise BadValueError(
+            f"dtype: expected torch.float32 or torch.float64, got {asked!r}: "
+            "curvature needs the digits."
+        )
+    if asked is None and not own.is_floating_point:
+        raise ModelError(f"Expected real floating-point parameters, got {own}.")
+    return asked or (own if own in supported else torch.float32)
+
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_CUDNN_determinism: Any = torch.backends.cudnn
+_MEMORY: Any = torch.utils.deterministic
+
+
+def same_bits(wanted: bool) -> AbstractContextManager[None]:
+    """Deterministic algorithms alone, if that is wanted; what was set before is put back.
+
+    cuBLAS reads its part from the environment when it starts, so this comes before the first
+    product on a GPU.
+    """
+    return _deterministic() if wanted else nullcontext()
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    environment = os.environ.get(_CUBLAS)
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, benchmark = _MEMORY.fill_uninitialized_memory, _CUDNN_determinism.benchmark
+    torch.use_deterministic_algorithms(True)
+    _MEMORY.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
+    _CUDNN_determinism.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        _MEMORY.fill_uninitialized_memory, _CUDNN_determinism.benchmark = fill, benchmark
+        if environment is None:
+            os.environ.pop(_CUBLAS, None)
+
+
+_deterministic = Shared(_deterministic_algorithms)
+_TURNS = Turns()
+
+
+def draws_numbers(work: Callable[[], Any]) -> bool:
+    """Whether a call draws random numbers, from torch or from NumPy's or Python's own state."""
+    before, kind = _python_numbers(), cast(Any, _Draws)
+    with kind() as mode:
+        work()
+    return bool(mode.any) or before != _python_numbers()
+
+
+class _Draws(TorchDispatchMode):
+    any = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do not import torch's compiler for it, which takes seconds; nothing is compiled here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _python_numbers() -> tuple[Any, ...]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Go through batches with torch's random numbers begun at a seed, as far as they draw any.
+
+    A loader that shuffles then has the same order, whatever the program drew before; and what the
+    program draws next is what it would have drawn without this. The generator is the process's, so
+    threads take turns.
+    """
+    state = torch.Generator().manual_seed(seed).get_state()
+    iterator: Iterator[Any] | None = None
+    while True:
+        with _TURNS.at(_TURNS), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            iterator = iter(batches) if iterator is None else iterator  # this may draw as well
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            state = torch.get_rng_state()
+        yield batch

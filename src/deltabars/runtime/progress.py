@@ -1,0 +1,154 @@
+"""Progress of long loops: a bar on a terminal and in a notebook, else a line now and then."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from importlib.util import find_spec
+from numbers import Real
+from types import TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from deltabars.errors import BadValueError
+from deltabars.runtime.distributed import Ranks
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Deadline:
+    """When a computation is to stop with what it has: never, where no seconds are given.
+
+    Args:
+        seconds: that it may take.
+        ranks: which all go by the clock of the first one.
+        started: since when, by `time.monotonic`; now by default.
+    """
+
+    def __init__(self, seconds: float | None, ranks: Ranks, started: float | None = None) -> None:
+        self._started = time.monotonic() if started is None else started
+        self._seconds, self._ranks = seconds, ranks
+
+    def is_over(self, ahead: float = 0.0) -> bool:
+        """Whether it is over, or will be in some seconds. One small message, where it matters."""
+        if self._seconds is None:
+            return False
+        left = self._started + self._seconds - time.monotonic()
+        return bool(self._ranks.agreed(left <= ahead))
+
+    def first_of(self, parts: int) -> Deadline:
+        """That of the first of several computations, which share the time that is left evenly."""
+        if self._seconds is None or parts == 1:
+            return self
+        now = time.monotonic()
+        left = self._started + self._seconds - now
+        return Deadline(left / parts, self._ranks, now)
+
+
+def check_seconds(seconds: Any) -> float | None:
+    """A limit in seconds, refused unless it is above zero, or None."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+        raise BadValueError(
+            f"max_seconds: expected a number above zero, such as 600, got {seconds!r}."
+        )
+    return float(seconds) if seconds < math.inf else None
+
+
+class Progress:
+    """One long loop: `with Progress("Hessian", total, "pair") as bar: bar.show(done, note)`.
+
+    Args:
+        title: what is being done.
+        total: how many units there are, where that is known.
+        unit: their name.
+        enabled: whether to show anything.
+        stream: where to; stderr by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        unit: str,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._enabled = enabled
+        self._in_notebook = stream is None and "ipykernel.zmqshell" in sys.modules
+        self._stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        self._started = self._printed = 0.0
+
+    def __enter__(self) -> Progress:
+        self._started = self._printed = time.monotonic()
+        if self._enabled and (self._in_notebook or self._stream.isatty()):
+            self._bar = _bar_class(self._in_notebook)(
+                total=self._total,
+                desc=self._title,
+                unit=f" {self._unit}",
+                file=self._stream,
+                leave=False,
+                dynamic_ncols=True,
+            )
+        return self
+
+    def show(self, done: int, note: str = "", seconds: float | None = None) -> None:
+        """Report that `done` units are finished, with a note such as the products so far.
+
+        Args:
+            seconds: that are left; by default as the units so far took.
+        """
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            elapsed = now - self._started
+            of, left = "", ""
+            if self._total:
+                of = f"/{self._total}"
+                if seconds is None and done:
+                    seconds = elapsed * (self._total - done) / done
+            if seconds is not None:
+                left = f", about {seconds:.0f} s left"
+            extra = f", {note}" if note else ""
+            print(
+                f"{self._title}: {done}{of} {self._unit}s{extra}, {elapsed:.0f} s{left}",
+                file=self._stream,
+                flush=True,
+            )
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        if self._enabled and self._bar is not None and not self._in_notebook:
+            self._bar.write(text, file=self._stream)
+        elif self._enabled:
+            print(text, file=self._stream, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.refresh()  # the last numbers, however short the loop was
+            self._bar.close()
+
+
+def _bar_class(in_notebook: bool) -> Any:
+    """A widget in a notebook that has widgets, else a line of text that is written over."""
+    if in_notebook and find_spec("ipywidgets") is not None:  # without them tqdm.auto warns
+        from tqdm.auto import tqdm as widget
+
+        return widget
+    return tqdm

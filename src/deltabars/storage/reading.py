@@ -1,0 +1,181 @@
+"""Files of unknown origin: opened without waiting, parsed and unpacked within bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import struct
+import zipfile
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from deltabars.errors import BadValueError, DataError, first_line
+
+# A header of safetensors: so many bytes, or this part of its file.
+_HEADER, _PART = 4 << 20, 8
+_VALUES = 1 << 20  # of JSON, at most: each takes up to some hundred bytes of memory
+# What a packed file may unpack to: this many times its length, or this much in any case.
+MOST_TIMES = 100
+ALWAYS = 64 << 20
+
+
+def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file to read its bytes; pipes and devices, which may never end, are refused.
+
+    Raises:
+        OSError: there is no such file, it cannot be read, or it is no plain one.
+    """
+    try:
+        # Without waiting for somebody to write to it, should it be a pipe.
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except ValueError as error:  # a zero byte
+        raise OSError(errno.EINVAL, "no file can have such a name") from error
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        raise OSError(
+            errno.EINVAL, f"it is a {'folder' if stat.S_ISDIR(mode) else 'pipe or device'}"
+        )
+    return os.fdopen(number, "rb")
+
+
+def length_of(file: BinaryIO) -> int:
+    """The bytes that an open file has."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_outline(file: BinaryIO) -> tuple[int, bytes]:
+    """How long the header of a safetensors file says it is, and as much of it as there is.
+
+    Raises:
+        ValueError: it has no header, or one that is long beside what the file holds.
+    """
+    size, start = length_of(file), file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
+    if length is None or length > max(_HEADER, size // _PART):
+        raise ValueError("it has no header, or one that is far longer than its tensors need")
+    return length, file.read(length)
+
+
+def read_start(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a file, which may be a pipe.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: there are more than `most`, or no file can have such a name.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a text in JSON says.
+
+    Raises:
+        ValueError: it is no JSON, has a key twice, is nested too deeply, or has too many values.
+    """
+    raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    if sum(raw.count(mark) for mark in (b"[", b"{", b",")) > _VALUES:
+        raise ValueError(f"it has more than {_VALUES:,} values")
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
+    """Refuse what would take far more memory than its file has bytes, and more than `always`.
+
+    Raises:
+        ValueError: it would.
+    """
+    if unpacked > max(always, MOST_TIMES * packed):
+        raise ValueError(
+            f"its {packed:,} bytes would unpack to {unpacked:,}, more than {MOST_TIMES} times "
+            "as many"
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found
+
+
+_ENDING = ".npy"
+_WAYS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # in which NumPy writes
+
+
+def read_arrays(
+    path: Path, what: str, kind: type[BadValueError] = DataError
+) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name.
+
+    Before an array is read, what its header says is compared with how long it is.
+
+    Raises:
+        BadValueError, or what `kind` is: the file is missing, broken, holds objects, or would
+            unpack to far more than its length.
+    """
+    try:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            check_unpacked(sum(member.file_size for member in members), length_of(file))
+            found = {_name(member): _read(archive, member) for member in members}
+            if len(found) < len(members):
+                raise ValueError("two arrays of one name")
+            return found
+    except FileNotFoundError as error:
+        raise kind(f"{what}: expected an .npz file, got {path}, which does not exist.") from error
+    except Exception as error:  # whatever zipfile and NumPy make of bytes that are not theirs
+        raise kind(
+            f"{what}: expected an .npz file, got {path}, which is truncated or is none "
+            f"({first_line(error)})."
+        ) from error
+
+
+def _name(member: zipfile.ZipInfo) -> str:
+    if not member.filename.endswith(_ENDING):
+        raise ValueError(f"{member.filename!r} is no array")
+    return member.filename.removesuffix(_ENDING)
+
+
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    if member.compress_type not in _WAYS:
+        raise ValueError(f"{member.filename!r} is packed in a way that NumPy does not use")
+    with archive.open(member) as start:
+        length = _check_header(start, member)
+    with archive.open(member) as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read(1) or array.nbytes != length:
+            raise ValueError(f"{member.filename!r} does not end where it should")
+    return array
+
+
+def _check_header(file: Any, member: zipfile.ZipInfo) -> int:
+    """The bytes of an array, from a header that agrees with how many there are."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0}
+    readers[2, 0] = np.lib.format.read_array_header_2_0
+    if version == (3, 0):  # as the second, but for names of fields, which none of ours has
+        raise ValueError("it has named fields")
+    shape, _, dtype = readers[version](file)
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise ValueError(f"expected numbers or texts, got {dtype}")
+    there = member.file_size - file.tell()
+    length = math.prod(shape) * dtype.itemsize
+    if length != there or any(not 0 <= size <= member.file_size for size in shape):
+        raise ValueError(f"{there:,} bytes of {member.filename!r} for an array of shape {shape}")
+    if dtype.itemsize == 0 and math.prod(shape) > member.file_size:
+        raise ValueError(f"an array of shape {shape} of nothing")
+    return length
