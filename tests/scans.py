@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.subject import upscaled_digits
 from deltabars.cli.entry import main
-from tests.test_recipes_paper import idx_bytes
+from tests.recipes.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
 STEPS = 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.test_bench import LINUX, TINY_GPU, record, run
+from tests.benchmarks.test_bench import LINUX, TINY_GPU, record, run
 
 
 @LINUX

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from deltabars.errors import CheckpointWarning, StorageError
+from tests.fitting.test_checkpoints import full_disk, rows, states
 from tests.stopping import (
     LONGER,
     WAYS,
@@ -26,7 +27,6 @@ from tests.stopping import (
     killed_until_it_ends,
     start,
 )
-from tests.test_checkpoints import full_disk, rows, states
 
 ALL = {**WAYS, **LONGER}
 STEPS = {"incremental": 8, "block_krylov": 12, "auto": 6, "ggn": 12}

@@ -9,7 +9,7 @@ from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from tests.networks import NETWORKS, make_case
-from tests.test_concurrency import fit_of, in_threads, same, terminated
+from tests.runtime.test_concurrency import fit_of, in_threads, same, terminated
 from tests.workshop import contents
 
 

@@ -14,10 +14,10 @@ from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import ConvergenceWarning, DeltaBarsError
 from deltabars.runtime.vectors import Space
+from tests.covariance.test_small_l2 import FLOAT32, Case
 from tests.properties import LAWS
 from tests.random_problems import Problem, Shape
 from tests.spectra import matrix_with
-from tests.test_small_l2 import FLOAT32, Case
 
 ROUNDING = 1e-8  # relative: inverses of condition 1e6, in float64
 

@@ -18,9 +18,9 @@ from tests import stopping
 from tests.launches import ROOT
 from tests.ranked import launched, results
 from tests.ranked_cases import CASES, DATA
-from tests.test_distributed import check_same, check_same_data, work
-from tests.test_distributed_failures import PATIENCE, WAYS, work_with
-from tests.test_distributed_results import memory_of
+from tests.runtime.test_distributed import check_same, check_same_data, work
+from tests.runtime.test_distributed_failures import PATIENCE, WAYS, work_with
+from tests.runtime.test_distributed_results import memory_of
 
 PROGRAM = """\
 import sys, torch

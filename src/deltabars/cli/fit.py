@@ -39,7 +39,7 @@ from deltabars.fitting.saving import MAX_FILE_SIZE
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
-from deltabars.runtime.distributed import current
+from deltabars.runtime.distributed import current_group
 from deltabars.storage.shards import DTYPES
 
 _DESCRIPTION = """\
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> None:
         arguments["params"] = last_layer()
     if "dtype" in arguments:
         arguments["dtype"] = getattr(torch, options.dtype)
-    if current().is_first:  # which may have made it before another one looks
+    if current_group().is_first:  # which may have made it before another one looks
         check_new(options.out.absolute(), options.overwrite)
     if options.loss and options.likelihood:
         raise UsageError("--likelihood: expected no --loss with it, got both")

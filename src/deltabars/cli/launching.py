@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deltabars.cli.options import compute_device
 from deltabars.errors import BadValueError, RankError, first_line
-from deltabars.runtime import distributed as ranks
+from deltabars.runtime import distributed
 
 TIMEOUT = 600.0  # seconds
 _SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +50,7 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
             f"command in {_count()} of them. Start it without torchrun."
         )
     _join(options)
-    own = ranks.current()
+    own = distributed.current_group()
     try:
         with own.together():
             if own.is_first:

@@ -34,7 +34,7 @@ from deltabars.cli.runs import Kept
 from deltabars.cli.tables import ENDINGS, check_ending
 from deltabars.errors import BadValueError, StorageError
 from deltabars.prediction.judgement import Judgement
-from deltabars.runtime.distributed import current
+from deltabars.runtime.distributed import current_group
 from deltabars.storage.writing import check_can_write
 
 
@@ -222,7 +222,7 @@ def summary(kept: Kept) -> dict[str, Any]:
 
 def _check_out(options: argparse.Namespace) -> None:
     """Refuse a file that could not be written at the end."""
-    if current().count > 1:
+    if current_group().size > 1:
         raise BadValueError(
             "--out: expected a folder under torchrun, in which each process writes files of its "
             f"own, got {options.out or 'nothing'}. Give --out FOLDER/."

@@ -164,7 +164,7 @@ def subject(found: Run, kept: Kept) -> str:
 def _check(fit: DeltaFit, asked: dict[str, Any], options: argparse.Namespace) -> None:
     """Refuse what the fit cannot give, before data are read."""
     known = {name: asked[name] for name in ("estimator", "rank", "classes") if name in asked}
-    check_asked(fit, batch_size=options.batch_size, **known)
+    check_asked(fit.state, batch_size=options.batch_size, **known)
 
 
 def predict_and_keep(
@@ -230,7 +230,7 @@ def _tables(
     Raises:
         DataError: there are no inputs.
     """
-    quiet = replace(fit, progress=False)
+    quiet = fit.with_progress(False)
     with Progress("Predicting", len(source) or None, "input", progress) as bar:
         for batch in source.batches(fit.signature):
             part = quiet.predict(batch.inputs, batch_size=batch_size, **asked).to("cpu")

@@ -36,8 +36,8 @@ from deltabars.fitting.loading import load
 from deltabars.fitting.saving import MAX_FILE_SIZE
 from deltabars.prediction.judgement import Judgement
 from deltabars.prediction.prediction import Prediction
-from deltabars.runtime.distributed import current
-from deltabars.runtime.vectors import ranks_of
+from deltabars.runtime.distributed import current_group
+from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
 from deltabars.storage.reading import parse_json, read_arrays, read_start
 from deltabars.storage.shards import INDEX
@@ -219,17 +219,17 @@ class Run:
             "classes": classes,
         }
 
-        ranks = current()
+        group = current_group()
 
         def write(draft: Path) -> None:
-            if ranks.is_first:
+            if group.is_first:
                 check_new(folder, overwrite)
-            if ranks.is_first or ranks_of(fit.spectra).count > 1:
+            if group.is_first or group_of(fit.spectra).size > 1:
                 fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
-            if ranks.is_first:
+            if group.is_first:
                 (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
 
-        write_whole_folder(folder, write, ranks, replace=overwrite)
+        write_whole_folder(folder, write, group, replace=overwrite)
         return cls.open(folder)
 
     @classmethod

@@ -58,7 +58,7 @@ class CurvatureOperator(ABC):
         """
         self._check_vectors(vectors)
         space = self.problem.spaces.whole
-        return space.ranks.all_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
+        return space.group.all_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
 
     def whole_matmat(self, vectors: Tensor) -> Tensor:
         """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p)."""
@@ -73,10 +73,10 @@ class CurvatureOperator(ABC):
     def _mean(self, vectors: Tensor) -> Tensor:
         """The data part of it, (1/N)·Σₙ Aₙ v. Two messages where there are other ranks."""
         space = self.problem.spaces.reached
-        whole = space.ranks.all_columns(vectors, space.columns)
+        whole = space.group.all_columns(vectors, space.columns)
         with self.problem.network.evaluation(), model_errors():
             total = self._data_sum(whole)
-        own = space.ranks.summed_columns(total, space.columns)
+        own = space.group.summed_columns(total, space.columns)
         return own.div_(self.problem.num_examples)
 
     def _pick(self, whole: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class RowOperator(CurvatureOperator):
         kept = self._kept_rows()
         blocks = self._computed_blocks() if kept is None else self._split(kept)
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
-        return math.fsum(self.problem.ranks.gather(float(total))) * self.row_scale
+        return math.fsum(self.problem.group.gather(float(total))) * self.row_scale
 
     def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
         """The matrix itself in float64, (P, P). Cost: N·P² operations in float64.
@@ -202,7 +202,7 @@ class RowOperator(CurvatureOperator):
                 total.addmm_(rows.T, rows)
                 done += len(rows)
                 on_share(done / here)
-        total = self.problem.ranks.sum_(total)
+        total = self.problem.group.sum_(total)
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 
     def row_blocks(self) -> Iterator[Tensor]:
@@ -216,7 +216,7 @@ class RowOperator(CurvatureOperator):
 
     def reached_row_blocks(self) -> Iterator[Tensor]:
         """The same in blocks (n, P'), without the columns that are zero."""
-        kept = self._kept_rows() if self.problem.ranks.count == 1 else None
+        kept = self._kept_rows() if self.problem.group.size == 1 else None
         yield from self._computed_blocks() if kept is None else self._split(kept)
 
     def _split(self, kept: Tensor) -> Iterable[Tensor]:
@@ -234,9 +234,9 @@ class RowOperator(CurvatureOperator):
         space = self.problem.spaces.reached
         size = (self.num_rows, space.width)
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
-        if not all(space.ranks.gather(kept is not None)) or kept is None:
+        if not all(space.group.gather(kept is not None)) or kept is None:
             return None
-        if space.ranks.count == 1:
+        if space.group.size == 1:
             for _ in self._computed_blocks(kept):
                 pass
             return kept
@@ -252,7 +252,7 @@ class RowOperator(CurvatureOperator):
         if kept is None:
             return super()._mean(vectors)
         with full_precision(self.device):
-            there = self.problem.ranks.sum_(vectors @ kept.T)  # (b, rows)
+            there = self.problem.group.sum_(vectors @ kept.T)  # (b, rows)
             return (there @ kept).div_(self.problem.num_examples)
 
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:

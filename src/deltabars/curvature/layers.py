@@ -251,9 +251,9 @@ class Part:
 def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Part]:
     """The parts of all parameters, by name; for all numbers where `reached` is None."""
     if reached is None:
-        return {name: Part(place, None) for name, place in space.places.items()}
+        return {name: Part(place, None) for name, place in space.slices.items()}
     parts, done = {}, 0
-    for (name, place), shape in zip(space.places.items(), space.shapes, strict=True):
+    for (name, place), shape in zip(space.slices.items(), space.shapes, strict=True):
         numbers = reached[(reached >= place.start) & (reached < place.stop)] - place.start
         here = slice(done, done + len(numbers))
         done = here.stop

@@ -74,7 +74,7 @@ def sensitivities(
     check_space(space)
     pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
-    places = pullback.network.parameters.places
+    places = pullback.network.parameters.slices
     _check_in_step(bases, [*(factors.weight for factors in pulled.layers), *pulled.loose])
     sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
     for factors in pulled.layers:
@@ -111,7 +111,7 @@ def _check_in_step(bases: Mapping[str, Basis], names: list[str | None]) -> None:
     """Refuse ranks that ask for columns of eigenvectors, which they share, in different orders."""
     for basis in bases.values():
         if isinstance(basis, ShardedVectors):
-            if not same_everywhere(basis.space.ranks, names):
+            if not same_everywhere(basis.space.group, names):
                 raise ModelError(
                     "predict: expected a model that uses its parameters in one way, got different "
                     "ones for the inputs of different ranks. Save the fit, and load it on each."

@@ -31,19 +31,19 @@ def singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
 
     Where the columns are shared out, by a QR factorisation of each rank's and one of all of theirs.
     """
-    if space.ranks.count == 1:
+    if space.group.size == 1:
         _, strengths, vectors = torch.linalg.svd(rows, full_matrices=False)
         return strengths, vectors
     own, factor = torch.linalg.qr(rows.T)  # (p, k), (k, m)
-    factors = space.ranks.gather(factor.cpu())
+    factors = space.group.gather(factor.cpu())
     sizes = [1, *map(len, factors)]
     found = factor.new_zeros(sum(sizes), min(sum(sizes) - 1, len(rows)), device="cpu")
-    if space.ranks.is_first:  # Wᵀ of the SVD of all columns, by way of their own QR
+    if space.group.is_first:  # Wᵀ of the SVD of all columns, by way of their own QR
         columns, inner = torch.linalg.qr(torch.cat(factors))  # (Σk, r), (r, m)
         _, strengths, turn = torch.linalg.svd(inner.T, full_matrices=False)
         found = torch.cat([strengths[None], columns @ turn.T])
     strengths, *turns = space.agree_(found).split(sizes)
-    return strengths[0].to(rows), turns[space.ranks.rank].to(rows).T @ own.T
+    return strengths[0].to(rows), turns[space.group.rank].to(rows).T @ own.T
 
 
 def incremental_svd(
@@ -83,7 +83,7 @@ def incremental_svd(
     space = getattr(source, "space", None) or Space(0)
     if hasattr(source, "row_blocks"):
         blocks = source.row_blocks()
-        if space.ranks.count > 1:
+        if space.group.size > 1:
             blocks = space.dealt(blocks, source.device, source.dtype)
         state = _State.after(blocks, rank, centred, on_step, checkpoint, space, is_over)
         factor, shift = float(source.row_scale), float(source.row_shift)
@@ -149,7 +149,7 @@ class _State:
                 raise BadValueError(
                     f"Rows: expected blocks (n, P), got shape {tuple(block.shape)}."
                 )
-            if space.ranks.count == 1:
+            if space.group.size == 1:
                 space = Space(block.shape[1])
             check_rank(rank, space.size)
             if state is None:

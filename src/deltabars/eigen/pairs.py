@@ -161,7 +161,7 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
         spaces: of the larger matrix, and of A.
         elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
     """
-    space, places, here = spaces.whole, spaces.places, spaces.places_here
+    space, places, here = spaces.whole, spaces.indices, spaces.indices_here
     if places is None:
         return pairs
     count, others = len(pairs), space.size - len(places)

@@ -57,7 +57,7 @@ class Projected:
     """
 
     def __init__(self, device: torch.device, space: Space) -> None:
-        self._ranks = space.ranks
+        self._group = space.group
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._space = torch.zeros(0, 0, dtype=torch.float64)  # T is its upper left part
         self._coupling = torch.zeros(0, 0, dtype=torch.float64)
@@ -85,11 +85,11 @@ class Projected:
         """The Ritz pairs, with their residual norms through the coupling. Cost: m³."""
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
         values, coordinates = torch.linalg.eigh(self._matrix.to(here))
-        if self._ranks.count > 1:
-            found = self._ranks.agree_(torch.cat([coordinates, values[None]]))
+        if self._group.size > 1:
+            found = self._group.agree_(torch.cat([coordinates, values[None]]))
             values, coordinates = found[-1], found[:-1]
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
-        norms = self._ranks.agree_((self._coupling.T @ last).norm(dim=0))
+        norms = self._group.agree_((self._coupling.T @ last).norm(dim=0))
         return Ritz(values.cpu(), coordinates, norms)
 
     def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:

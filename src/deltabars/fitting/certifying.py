@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,20 @@ from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.eigen.quadrature import Enclosure, enclose_inverse_forms, least_tolerance
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
+from deltabars.fitting.describe import evidence_of
 from deltabars.fitting.predicting import check_batch_size, served, shows_progress
+from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import unit_rows
-from deltabars.prediction.judgement import Evidence
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import read_inputs
 from deltabars.problem.batches import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
-from deltabars.runtime.distributed import current
+from deltabars.runtime.distributed import current_group
 from deltabars.runtime.memory import BASIS, chunk_within, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import chosen, combined, projected, ranks_of
-
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
+from deltabars.runtime.vectors import chosen, combined, group_of, projected
 
 OPERATORS: dict[str, type[RowOperator]] = {"opg": OPGOperator, "ggn": GGNOperator}
 
@@ -42,7 +40,7 @@ _ENOUGH_PRODUCTS = 1000
 
 
 def certify(
-    fit: DeltaFit,
+    state: FittedState,
     inputs: Any,
     data: Any,
     *,
@@ -54,29 +52,29 @@ def certify(
     progress: bool | None,
 ) -> Prediction:
     """Predictions with intervals of a given width; arguments are those of `DeltaFit.certify`."""
-    name = served(fit, estimator)[0]
+    name = served(state, estimator)[0]
     if name not in OPERATORS:
         raise BadValueError(
             f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
             f"λ, got {name}. "
             + (
                 f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
-                if "opg" in fit.spectra
+                if "opg" in state.spectra
                 else f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
             )
         )
-    count = max(current().count, ranks_of(fit.spectra).count)
+    count = max(current_group().size, group_of(state.spectra).size)
     if count > 1:
         raise BadValueError(
             f"certify: expected one process, got {count} ranks. Save the fit, load it in one "
             "process, or within deltabars.ranks.alone(), and certify there."
         )
-    least = least_tolerance(fit.network.dtype)
+    least = least_tolerance(state.network.dtype)
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
         raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
     if tolerance < 2 * least:
         raise BadValueError(
-            f"tolerance: expected {2 * least:.2g} or more, which is what {fit.network.dtype} can "
+            f"tolerance: expected {2 * least:.2g} or more, which is what {state.network.dtype} can "
             f"promise, got {tolerance:g}. Fit with "
             f"{option('dtype', torch.float64)} for less."
         )
@@ -86,51 +84,51 @@ def certify(
         )
     check_space(space)
     check_batch_size(batch_size)
-    shown = shows_progress(fit, progress)
+    shown = shows_progress(state, progress)
     with Progress("Reading the data", None, "example", shown) as bar:
         problem = Problem(
-            fit.network,
+            state.network,
             data,
-            fit.likelihood,
-            l2=fit.decay,
-            memory_budget=fit.memory_budget,
+            state.likelihood,
+            l2=state.prior,
+            memory_budget=state.memory_budget,
             on_progress=bar.show,
         )
     found = f"{problem.data.fingerprint:016x}"
-    if found != fit.diagnostics["data_fingerprint"]:
+    if found != state.diagnostics["data_fingerprint"]:
         raise DataError(
             "certify: expected the training data that the fit was made with, in the same order, "
-            f"got others ({problem.num_examples} examples; the fit has {fit.num_examples})."
+            f"got others ({problem.num_examples} examples; the fit has {state.num_examples})."
         )
-    solver = _Solver(fit, name, problem, tolerance, max_products or _ENOUGH_PRODUCTS)
-    with full_precision(fit.network.device):
+    solver = _Solver(state, name, problem, tolerance, max_products or _ENOUGH_PRODUCTS)
+    with full_precision(state.network.device):
         return solver.predict(inputs, space, batch_size, shown)
 
 
 class _Solver:
     def __init__(
-        self, fit: DeltaFit, name: str, problem: Problem, tolerance: float, max_products: int
+        self, state: FittedState, name: str, problem: Problem, tolerance: float, max_products: int
     ) -> None:
-        self.fit, self.name, self.problem = fit, name, problem
+        self.state, self.name, self.problem = state, name, problem
         self.operator = OPERATORS[name](problem)
         self.tolerance, self.max_products = tolerance, max_products
         # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
-        self.share = 1.0 / (fit.noise or 1.0) ** 2 if name == "opg" else 1.0
-        pairs = fit.pairs_of(name)
+        self.share = 1.0 / (state.noise or 1.0) ** 2 if name == "opg" else 1.0
+        pairs = state.pairs_of(name)
         self.norm = float(pairs.values[0])
         self.vectors = chosen(pairs.vectors, problem.reached)  # (K, P')
-        tail = Tail.after(pairs.values, fit.rank, fit.level, fit.num_parameters)
+        tail = Tail.after(pairs.values, state.rank, state.level, state.num_parameters)
         self.inverse_tail = 1.0 / tail.harmonic_mean
         self.weights = (1.0 / pairs.values - self.inverse_tail).to(self.vectors.dtype)
 
     def predict(
         self, inputs: Any, space: str, batch_size: int | None, progress: bool
     ) -> Prediction:
-        fit, parts, wide = self.fit, [], 0
+        state, parts, wide = self.state, [], 0
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         size = batch_size or self._default_batch_size()
         with Progress("Certifying", total, "input", progress) as bar:
-            for batch in read_inputs(inputs, fit.signature, fit.network):
+            for batch in read_inputs(inputs, state.signature, state.network):
                 for chunk in batch.split(size):
                     part, missed = self._chunk(chunk, space)
                     parts.append(part)
@@ -146,19 +144,19 @@ class _Solver:
                 ConvergenceWarning,
                 stacklevel=5,
             )
-        evidence = Evidence.of(fit, fit.rank, self.name)
+        evidence = evidence_of(state, state.rank, self.name)
         return Prediction.concatenate(parts).judged_by(evidence)
 
     def _default_batch_size(self) -> int:
-        fit = self.fit
-        numbers = _COPIES * fit.num_parameters + 2 * self.problem.activation_bytes
-        per_input = fit.num_outputs * numbers * fit.network.dtype.itemsize
+        state = self.state
+        numbers = _COPIES * state.num_parameters + 2 * self.problem.activation_bytes
+        per_input = state.num_outputs * numbers * state.network.dtype.itemsize
         room = share(self.problem.memory_budget, BASIS)
-        return chunk_within(room, per_input, _LARGEST_CHUNK, fit.network.device)
+        return chunk_within(room, per_input, _LARGEST_CHUNK, state.network.device)
 
     def _chunk(self, batch: Batch, space: str) -> tuple[Prediction, int]:
         """The predictions of a batch, and how many of its intervals are too wide."""
-        fit, likelihood = self.fit, self.fit.likelihood
+        state, likelihood = self.state, self.state.likelihood
         in_mean = space == "probability"
         outputs = torch.empty(0)
 
@@ -167,14 +165,14 @@ class _Solver:
             outputs = at
             return likelihood.mean_jacobian(at) if in_mean else unit_rows(at)
 
-        with fit.network.evaluation(), model_errors():
-            rows = fit.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
+        with state.network.evaluation(), model_errors():
+            rows = state.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
         shape = rows.shape[:2]
         found = self._enclose(rows.flatten(0, 1))
         low, high = (
-            part.view(shape) / fit.informative_examples for part in (found.low, found.high)
+            part.view(shape) / state.informative_examples for part in (found.low, found.high)
         )
         mean = likelihood.mean(outputs)
         value = mean if in_mean else outputs

@@ -21,7 +21,7 @@ from deltabars.eigen.resuming import Rows, State, with_errors
 from deltabars.errors import BadValueError, CheckpointWarning, CorruptFileError, StorageError
 from deltabars.fitting.growth import ProbeGrowth
 from deltabars.fitting.identity import check_same
-from deltabars.runtime.distributed import Columns, Ranks
+from deltabars.runtime.distributed import Columns, Group
 from deltabars.runtime.memory import ran_out
 from deltabars.runtime.vectors import Space
 from deltabars.storage.snapshots import Snapshot, Snapshots
@@ -30,41 +30,41 @@ from deltabars.storage.writing import check_parent, locked
 _AT_ONCE = 64 << 20  # bytes of whole rows
 
 
-def brought_together(rows: Rows, known: int, ranks: Ranks) -> Rows:
+def brought_together(rows: Rows, known: int, group: Group) -> Rows:
     """Rows with all of their columns, but for the first `known`; all ranks go through them at once.
 
     They can be gone through once, some at a time.
     """
-    if ranks.count == 1 or rows.columns is None:
+    if group.size == 1 or rows.columns is None:
         return rows
-    return Rows(rows.epoch, _gathered(rows, known, rows.columns, ranks), known)
+    return Rows(rows.epoch, _gathered(rows, known, rows.columns, group), known)
 
 
-def dealt_out(blocks: Iterable[Tensor], columns: Columns, ranks: Ranks) -> Iterable[Tensor]:
+def dealt_out(blocks: Iterable[Tensor], columns: Columns, group: Group) -> Iterable[Tensor]:
     """Blocks of whole rows that the first rank has, of which each rank gets its own columns."""
-    if ranks.count == 1:
+    if group.size == 1:
         return blocks
-    return _dealt(blocks, columns.own, ranks)
+    return _dealt(blocks, columns.own, group)
 
 
-def _gathered(rows: Rows, known: int, columns: Columns, ranks: Ranks) -> Iterator[Tensor]:
+def _gathered(rows: Rows, known: int, columns: Columns, group: Group) -> Iterator[Tensor]:
     skip = known - rows.start
     for block in rows.blocks:
         new, skip = block[skip:], max(0, skip - len(block))
         together = max(1, _AT_ONCE // max(1, columns.bounds[-1] * block.element_size()))
         for part in new.split(together) if len(new) else ():
-            yield ranks.all_columns(part, columns)
+            yield group.all_columns(part, columns)
 
 
-def _dealt(blocks: Iterable[Tensor], own: slice, ranks: Ranks) -> Iterator[Tensor]:
+def _dealt(blocks: Iterable[Tensor], own: slice, group: Group) -> Iterator[Tensor]:
     source = iter(blocks)
     while True:
-        block = next(source, None) if ranks.is_first else None
-        kind = ranks.agreed(None if block is None else (tuple(block.shape), block.dtype))
+        block = next(source, None) if group.is_first else None
+        kind = group.agreed(None if block is None else (tuple(block.shape), block.dtype))
         if kind is None:
             return
         whole = torch.empty(kind[0], dtype=kind[1]) if block is None else block
-        yield ranks.agree_(whole)[:, own].clone()
+        yield group.agree_(whole)[:, own].clone()
 
 
 _MOST_OF_THE_TIME = 0.05  # that saving may take
@@ -86,8 +86,8 @@ class Session:
         memory_budget: of the fit that is gone on with, in bytes; None for a new one.
     """
 
-    def __init__(self, snapshots: Snapshots | None, seconds: float, ranks: Ranks) -> None:
-        self._snapshots, self._ranks = snapshots, ranks
+    def __init__(self, snapshots: Snapshots | None, seconds: float, group: Group) -> None:
+        self._snapshots, self._group = snapshots, group
         self._seconds = seconds
         self._identity: Mapping[str, Any] = {}
         self._finished: dict[str, _Finished] = {}
@@ -98,11 +98,11 @@ class Session:
         self.memory_budget: int | None = None
         for header in () if snapshots is None else snapshots.headers():
             budget = header.get("memory_budget")
-            same = header.get("ranks", 1) == ranks.count  # of others it would be another share
+            same = header.get("ranks", 1) == group.size  # of others it would be another share
             if same and isinstance(budget, int) and budget > 0:
                 self.memory_budget = budget
             break
-        self.memory_budget = ranks.agreed(self.memory_budget)
+        self.memory_budget = group.agreed(self.memory_budget)
 
     @property
     def written(self) -> int:
@@ -122,7 +122,7 @@ class Session:
             self._finished = with_errors(_all_finished, self._started)
         self._finished = {
             name: self._finished.get(name, part)
-            for name, part in self._ranks.agreed(
+            for name, part in self._group.agreed(
                 {name: part.without_rows() for name, part in self._finished.items()}
             ).items()
         }
@@ -159,7 +159,7 @@ class Session:
             rows = _below(f"{_RUNNING}.{matrix}", snapshot.rows)
             tensors = _below(f"{_RUNNING}.{matrix}", snapshot.tensors)
             head = running.get("numbers", {}), tensors, {name: rows[name].epoch for name in rows}
-        head = self._ranks.agreed(head)
+        head = self._group.agreed(head)
         if head is None:
             return None
         numbers, tensors, epochs = head
@@ -177,12 +177,12 @@ class Session:
         return self._dealt(finished.stored, columns)
 
     def _dealt(self, rows: Rows | None, columns: Columns) -> Iterable[Tensor]:
-        return dealt_out(() if rows is None else rows.blocks, columns, self._ranks)
+        return dealt_out(() if rows is None else rows.blocks, columns, self._group)
 
     def is_due(self) -> bool:
         """Whether it is time to save."""
         pause = max(self._seconds, self._cost / _MOST_OF_THE_TIME if self._seconds else 0.0)
-        return bool(self._ranks.agreed(time.monotonic() - self._saved_at >= pause))
+        return bool(self._group.agreed(time.monotonic() - self._saved_at >= pause))
 
     def save(self, running: tuple[str, State] | None, last: bool = False) -> None:
         """Write everything, and warn once where that cannot be done."""
@@ -193,7 +193,7 @@ class Session:
             "kind": _KIND,
             "identity": self._identity,
             "memory_budget": self.memory_budget,
-            "ranks": self._ranks.count,
+            "ranks": self._group.size,
             _FINISHED: {name: part.header for name, part in self._finished.items()},
         }
         tensors: dict[str, Tensor] = {}
@@ -213,11 +213,11 @@ class Session:
                 self._snapshots.write(header, tensors, rows, last)
         except (StorageError, OSError, RuntimeError, MemoryError) as error:
             # Memory that runs out amid a message leaves the ranks out of step.
-            alone = self._ranks.count == 1
+            alone = self._group.size == 1
             if not isinstance(error, StorageError | OSError) and not (alone and ran_out(error)):
                 raise
             self._warn(error)
-        if self._ranks.count > 1:  # the others are waiting for what was not asked for
+        if self._group.size > 1:  # the others are waiting for what was not asked for
             for each in rows.values():
                 for _ in each.blocks:
                     pass
@@ -229,8 +229,8 @@ class Session:
         known = None
         if self._snapshots is not None:
             known = {key: self._snapshots.known(key, part.epoch) for key, part in rows.items()}
-        known = self._ranks.agreed(known)
-        return {key: brought_together(part, known[key], self._ranks) for key, part in rows.items()}
+        known = self._group.agreed(known)
+        return {key: brought_together(part, known[key], self._group) for key, part in rows.items()}
 
     def _warn(self, error: BaseException) -> None:
         if not self._has_warned:
@@ -375,7 +375,7 @@ Checkpoint = str | os.PathLike[str] | CheckpointFolder
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint | None, ranks: Ranks) -> Iterator[Session | None]:
+def opened(checkpoint: Checkpoint | None, group: Group) -> Iterator[Session | None]:
     """The session of a fit in a folder, which is locked for as long; None without a folder.
 
     Of several ranks the first one reads and writes.
@@ -388,16 +388,16 @@ def opened(checkpoint: Checkpoint | None, ranks: Ranks) -> Iterator[Session | No
         given = CheckpointFolder(given)
     with ExitStack() as stack:
         snapshots, problem = None, None
-        if ranks.is_first:
+        if group.is_first:
             try:
                 snapshots = _snapshots(Path(given.path), stack)
             except StorageError as error:
                 if getattr(error.__cause__, "errno", None) not in _NO_ROOM:
                     raise
                 problem = str(error).rstrip(".")
-        problem = ranks.agreed(problem)
+        problem = group.agreed(problem)
         if problem is None:
-            yield Session(snapshots, given.seconds, ranks)
+            yield Session(snapshots, given.seconds, group)
             return
         warnings.warn(
             f"{problem}; the fit goes on without a checkpoint.", CheckpointWarning, stacklevel=4

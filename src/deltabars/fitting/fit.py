@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
-from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.tail import warn_about_spectrum
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
@@ -20,20 +19,22 @@ from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs, check_rank
 from deltabars.errors import BadValueError, DataWarning, ModelError, option
 from deltabars.fitting.checkpoints import Checkpoint, opened
-from deltabars.fitting.core import distance_from_optimum, with_settled_noise
-from deltabars.fitting.fitted import REACH, SANDWICH, DeltaFit
+from deltabars.fitting.describe import distance_from_optimum, interval_reach
+from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe, is_automatic
+from deltabars.fitting.hyperparameters import with_settled_noise
 from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.predicting import check_batch_size
 from deltabars.fitting.solving import SolverOptions, solve
+from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection, plain_model
-from deltabars.problem.prior import L2, Decay
+from deltabars.problem.prior import L2, Prior
 from deltabars.problem.problem import Problem
-from deltabars.runtime.distributed import check_same_options, current, same_everywhere
+from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Deadline, Progress, check_seconds
 
@@ -168,7 +169,7 @@ def fit(
         True
     """
     started = time.perf_counter()
-    ranks = current()
+    group = current_group()
     given = {
         "estimator": estimator,
         "rank": rank,
@@ -183,10 +184,10 @@ def fit(
         "smallest": smallest,
         "max_seconds": max_seconds,
     }
-    progress = progress and ranks.is_first
-    with ranks.together(), ExitStack() as stack:
+    progress = progress and group.is_first
+    with group.together(), ExitStack() as stack:
         check_same_options(
-            ranks,
+            group,
             {**given, "checkpoint": checkpoint is not None, "deterministic": deterministic},
         )
         options, automatic, limit = check_arguments(
@@ -205,8 +206,8 @@ def fit(
             smallest=smallest,
             max_seconds=max_seconds,
         )
-        deadline = Deadline(limit, ranks)
-        session = stack.enter_context(opened(checkpoint, ranks))
+        deadline = Deadline(limit, group)
+        session = stack.enter_context(opened(checkpoint, group))
         model = plain_model(model)
         budget = memory_budget
         if budget is None and session is not None:
@@ -227,7 +228,7 @@ def fit(
                 on_progress=bar.show,
             )
         weights = problem.network.weights
-        if not same_everywhere(ranks, weights):
+        if not same_everywhere(group, weights):
             raise ModelError(
                 "Model: expected the same weights on every rank, got different ones. Load them "
                 "from one file, or broadcast those of the first rank."
@@ -256,7 +257,7 @@ def fit(
             "examples_left_out": problem.data.left_out,
         }
         _warn_of_examples_left_out(problem)
-        sent = ranks.messages, ranks.bytes
+        sent = group.messages, group.bytes
         chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
         if session is not None:
             found = identity_of(
@@ -297,19 +298,19 @@ def fit(
                 diagnostics["rank"] = growth.outcome(spectra[name], problem)
         if session is not None:
             session.end()
-        if ranks.count > 1:
+        if group.size > 1:
             diagnostics["ranks"] = {
-                "count": ranks.count,
+                "count": group.size,
                 "examples": problem.data.counts,
                 "source": problem.data.source,
                 "columns": problem.spaces.whole.columns.widths,
-                "messages": ranks.messages - sent[0],
-                "bytes": ranks.bytes - sent[1],
+                "messages": group.messages - sent[0],
+                "bytes": group.bytes - sent[1],
             }
     spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
-    fitted = DeltaFit(
+    state = FittedState(
         estimator=estimator,
-        decay=problem.decay,
+        prior=problem.prior,
         num_examples=problem.num_examples,
         num_outputs=problem.num_outputs,
         spectra=spectra,
@@ -322,28 +323,20 @@ def fit(
         memory_budget=memory_budget,
         progress=progress,
     )
-    fitted = with_settled_noise(fitted)
-    with ranks.together(), full_precision(problem.device):
-        distance = distance_from_optimum(fitted, problem.gradient)
-        reach = _interval_reach(fitted)
+    state = with_settled_noise(state)
+    with group.together(), full_precision(problem.device):
+        distance = distance_from_optimum(state, problem.gradient)
+        reach = interval_reach(state)
     problem.warn_if_far_from_optimum(distance)
-    return replace(fitted, diagnostics={**diagnostics, "distance_from_optimum": distance, **reach})
-
-
-def _interval_reach(fit: DeltaFit) -> dict[str, Any]:
-    """What says, of a sandwich, whether its intervals are worth reading."""
-    if fit.estimator != SANDWICH or not all(bool(p.values[0] > 0) for p in fit.spectra.values()):
-        return {}
-    found = fit.covariance_of(SANDWICH, fit.rank)
-    assert isinstance(found, SandwichCovariance)
-    return {SANDWICH: {REACH: found.interval_reach}}
+    found = {**diagnostics, "distance_from_optimum": distance, **reach}
+    return DeltaFit(state.moved(diagnostics=found))
 
 
 def _warn_of_examples_left_out(problem: Problem) -> None:
     """Warn where torch's own `ignore_index`, which nobody may have meant, leaves examples out."""
     likelihood, count = problem.likelihood, problem.data.left_out
     usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
-    if count and usual and problem.ranks.is_first:
+    if count and usual and problem.group.is_first:
         warnings.warn(
             f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
             "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and has the "
@@ -392,7 +385,7 @@ def check_arguments(
         )
     check_batch_size(batch_size)
     space = ParameterSpace.select(plain_model(model), params)
-    Decay.read(l2, space)
+    Prior.read(l2, space)
     if not automatic and rank is not None:
         check_rank(options.rank, space.size)
     return options, automatic, limit

@@ -1,238 +1,118 @@
-"""Parameter vectors drawn from the covariance of a fit."""
+"""`DeltaFit`: the public face of a fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Covariance
-from deltabars.curvature.pullback import Pullback
-from deltabars.eigen.pairs import EigenPairs, is_whole
-from deltabars.errors import BadValueError
+from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.certifying import certify
-from deltabars.fitting.core import (
-    at_noise,
-    covariance_of,
+from deltabars.fitting.describe import (
+    describe,
+    describe_in_html,
+    draw_spectra,
     effective_parameters,
     effective_parameters_interval,
-    with_l2,
-    with_noise,
 )
+from deltabars.fitting.hyperparameters import with_l2, with_noise
 from deltabars.fitting.predicting import predict
+from deltabars.fitting.sampling import sample
 from deltabars.fitting.saving import MAX_FILE_SIZE, save
+from deltabars.fitting.state import FittedState
 from deltabars.fitting.tuning import Tuning, tune_l2
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import SAMPLES
-from deltabars.prediction.display import draw_fit, html_table, paragraph
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
-from deltabars.problem.prior import L2, Decay
-from deltabars.runtime.precision import full_precision
-from deltabars.runtime.vectors import PartedVectors, products
-
-
-def sample(fit: DeltaFit, n: int, seed: int, full_rank: bool) -> Tensor:
-    """`n` parameter vectors (n, P); the arguments are those of `DeltaFit.sample`, and checked."""
-    if not is_whole(n) or n < 1:
-        raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
-    if not is_whole(seed) or not 0 <= seed < 2**63:
-        raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
-    network = fit.network
-    generator = torch.Generator().manual_seed(int(seed))
-    noise = torch.randn((n, fit.num_parameters), generator=generator, dtype=torch.float64)
-    noise = noise.to(network.device, network.dtype)
-    vectors = {name: pairs.vectors for name, pairs in fit.spectra.items()}
-    with full_precision(network.device):
-        covariance = fit.covariance_of(fit.estimator, fit.rank, full_rank)
-        drawn = covariance.root(vectors, noise)
-        return network.point + (drawn if network.scale is None else drawn * network.scale)
-
-
-def reduced(fit: DeltaFit) -> tuple[Any, ...]:
-    """How to make the fit again: from its fields, without what was kept of computations."""
-    values = {field.name: getattr(fit, field.name) for field in fields(fit)}
-    plain = {name: dict(values[name]) for name in ("spectra", "diagnostics")}
-    return _rebuilt, (type(fit), values | plain | {"_covariances": {}})
-
-
-def offloaded(fit: DeltaFit) -> DeltaFit:
-    """The fit with eigenvectors in the CPU's memory; columns come to the device when needed."""
-    device = fit.network.device
-    spectra = {
-        name: replace(pairs, vectors=PartedVectors.of(pairs.vectors.cpu(), device))
-        if isinstance(pairs.vectors, Tensor)
-        else pairs
-        for name, pairs in fit.spectra.items()
-    }
-    return replace(fit, spectra=spectra, _covariances={})
-
-
-def _rebuilt(kind: type[DeltaFit], values: dict[str, Any]) -> DeltaFit:
-    return kind(**values)
-
-
-SANDWICH, REACH = "sandwich", "interval_reach"
-WORTH_READING = 0.5  # of a std: an interval that reaches further says little
-
-
-class Shown:
-    """How a fit shows itself: as text, in a notebook, and drawn."""
-
-    def __repr__(self: Any) -> str:
-        return describe(self)
-
-    def _repr_html_(self: Any) -> str:
-        return describe_in_html(self)
-
-    def plot_spectrum(self: Any, ax: Any = None) -> Any:
-        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
-
-        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
-        """
-        return draw_fit(self, ax)
-
-
-def describe(fit: DeltaFit) -> str:
-    """What was fitted, its spectra, and how many parameters they determine."""
-    numbers = ", ".join(f"{name} = {value}" for name, value in _numbers(fit).items())
-    lines = [f"DeltaFit: {fit.estimator}, {numbers}"]
-    for name, pairs in fit.spectra.items():
-        lines.append(
-            f"  {name}: eigenvalues {float(pairs.values[0]):.4g} … "
-            f"{float(pairs.values[-1]):.4g}"
-            f", largest residual {float(pairs.residuals.max()):.1g}"
-        )
-    lines += [f"  {note}" for note in _notes(fit)]
-    return "\n".join(lines)
-
-
-def describe_in_html(fit: DeltaFit) -> str:
-    """The same as tables."""
-    numbers = _numbers(fit)
-    spectra = [
-        [
-            name,
-            f"{float(pairs.values[0]):.4g}",
-            f"{float(pairs.values[-1]):.4g}",
-            f"{float(pairs.values[-1]) / fit.level:.4g}",
-            f"{float(pairs.residuals.max()):.1g}",
-        ]
-        for name, pairs in fit.spectra.items()
-    ]
-    titles = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
-    return (
-        paragraph(f"DeltaFit: {fit.estimator}")
-        + html_table(list(numbers), [list(numbers.values())])
-        + html_table(titles, spectra)
-        + "".join(paragraph(note) for note in _notes(fit))
-    )
-
-
-def _numbers(fit: DeltaFit) -> dict[str, str]:
-    numbers = {
-        "N": f"{fit.num_examples:,}",
-        "P": f"{fit.num_parameters:,}",
-        "K": f"{fit.rank:,}",
-        "λ": _in_words(fit.l2),
-    }
-    return numbers if fit.noise is None else numbers | {"σ": f"{fit.noise:g}"}
-
-
-def _notes(fit: DeltaFit) -> list[str]:
-    notes = []
-    hessian = fit.spectra.get("hessian")
-    if hessian is not None and hessian.least < fit.level:
-        notes.append(
-            f"the hessian's spectrum reaches {fit.level - hessian.least:.3g} below λ: its "
-            "bounds are about the spectrum corrected to λ"
-        )
-    reach = fit.diagnostics.get(SANDWICH, {}).get(REACH, 0.0)
-    if reach > WORTH_READING:
-        notes.append(
-            f"the sandwich's intervals say little: up to ±{reach:.2g} times the std of what is "
-            "outside the pairs; a larger rank narrows them"
-        )
-    lost = max(pairs.rounding for pairs in fit.spectra.values())
-    if lost:
-        notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
-    return [*notes, f"effective parameters: {fit.effective_parameters:.1f} in the K pairs"]
-
-
-def _in_words(l2: L2) -> str:
-    if not isinstance(l2, Mapping):
-        return f"{l2:g}"
-    return ", ".join(f"{value:g} ({pattern})" for pattern, value in l2.items())
+from deltabars.problem.prior import L2
+from deltabars.runtime.vectors import PartedVectors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeltaFit(Shown):
+class DeltaFit:
     """The eigenpairs of a trained network's curvature, ready to put error bars on predictions.
 
     Immutable: the weights are those of the moment of the fit, whatever happens to the model.
 
     Attributes:
-        estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
-        decay: λ, or the λs by name pattern.
-        num_examples: N.
-        num_outputs: C.
-        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
-        diagnostics: cost and gradient norm of the trained weights; for each matrix how its
-            eigenpairs were found and how good they are; times and versions.
+        state: the data of the fit, which the methods here work on.
     """
 
-    estimator: str
-    decay: Decay
-    num_examples: int
-    num_outputs: int
-    spectra: Mapping[str, EigenPairs]
-    diagnostics: Mapping[str, Any]
-    likelihood: Likelihood
-    network: Network
-    signature: Signature
-    weights: str  # the fingerprint of the model's state
-    behaviour: Behaviour | None = None  # None of files that do not have it
-    memory_budget: int | None = None
-    progress: bool = True
-    known_overlap: Tensor | None = None  # of the eigenvectors before they were rounded
-    _covariances: dict[tuple[str, int, bool], Covariance] = field(default_factory=dict, repr=False)
+    state: FittedState
 
     @property
-    def num_parameters(self) -> int:
-        """P."""
-        return self.network.parameters.size
+    def estimator(self) -> str:
+        """`"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`."""
+        return self.state.estimator
 
     @property
     def l2(self) -> L2:
         """λ as it was given: a number, or numbers by name pattern."""
-        return self.decay.given
+        return self.state.l2
 
     @property
     def level(self) -> float:
         """λ as it is in the eigenvalues: `l2`, or 1 times a common factor where that is several."""
-        return self.decay.level
+        return self.state.level
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.state.num_examples
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return self.state.num_parameters
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.state.num_outputs
 
     @property
     def rank(self) -> int:
-        """K, the number of computed eigenpairs; of a sandwich the larger one, if they differ."""
-        return max(len(pairs) for pairs in self.spectra.values())
+        """K, the number of computed eigenpairs; the larger one of a sandwich."""
+        return self.state.rank
+
+    @property
+    def spectra(self) -> Mapping[str, EigenPairs]:
+        """The eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1."""
+        return self.state.spectra
+
+    @property
+    def diagnostics(self) -> Mapping[str, Any]:
+        """Cost and gradient norm, how good the eigenpairs of each matrix are, times, versions."""
+        return self.state.diagnostics
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the outputs mean."""
+        return self.state.likelihood
 
     @property
     def noise(self) -> float | None:
         """σ of a Gaussian likelihood, given or estimated; None for the others."""
-        return self.likelihood.target_noise
+        return self.state.noise
+
+    @property
+    def network(self) -> Network:
+        """The fit's own copy of the model, with the trained weights."""
+        return self.state.network
+
+    @property
+    def signature(self) -> Signature:
+        """What an input is made of."""
+        return self.state.signature
 
     @property
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
-        return effective_parameters(self)
+        return effective_parameters(self.state)
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
@@ -241,11 +121,7 @@ class DeltaFit(Shown):
         Raises:
             BadValueError: no eigenvalue is positive.
         """
-        return effective_parameters_interval(self)
-
-    def __post_init__(self) -> None:
-        for name in ("spectra", "diagnostics"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        return effective_parameters_interval(self.state)
 
     def predict(
         self,
@@ -294,7 +170,7 @@ class DeltaFit(Shown):
         layer and for each activation. C is the number of `classes` asked for.
         """
         return predict(
-            self,
+            self.state,
             inputs,
             rank=rank,
             full_rank=full_rank,
@@ -339,7 +215,7 @@ class DeltaFit(Shown):
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
         return certify(
-            self,
+            self.state,
             inputs,
             data,
             tolerance=tolerance,
@@ -356,7 +232,7 @@ class DeltaFit(Shown):
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
         A noise σ that was estimated depends on λ and is estimated anew; one that was given stays.
         """
-        return with_l2(self, l2)
+        return DeltaFit(with_l2(self.state, l2))
 
     def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
         """The λ that the data prefer, for networks trained with none, or with an unknown one.
@@ -372,7 +248,7 @@ class DeltaFit(Shown):
             A Tuning: `l2`, the `fit` with it, and the curve with its interval, to be drawn by
             `deltabars.report.tuning.save_tuning`. Cost: K operations a λ, or one prediction.
         """
-        return tune_l2(self, data, method)
+        return tune_l2(self.state, data, method, self.with_l2)
 
     def with_noise(self, noise: float | str | None) -> DeltaFit:
         """The same fit of a Gaussian likelihood at another noise σ. Cost: nothing.
@@ -380,7 +256,7 @@ class DeltaFit(Shown):
         `"estimate"` (or None) takes that of the training residuals: σ̂² = RSS/(N·C − γ), γ the
         effective parameters in the K pairs.
         """
-        return with_noise(self, noise)
+        return DeltaFit(with_noise(self.state, noise))
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
@@ -392,7 +268,7 @@ class DeltaFit(Shown):
         At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
         of where a network is linear; `full_rank=False` takes the K directions alone.
         """
-        return sample(self, n, seed, full_rank)
+        return sample(self.state, n, seed, full_rank)
 
     def save(
         self, path: Any, *, dtype: Any = None, max_file_size: int | str = MAX_FILE_SIZE
@@ -406,39 +282,32 @@ class DeltaFit(Shown):
                 float16. What that loses is measured (4·K²·P operations), told in
                 `diagnostics["storage"]` once loaded, and counted in `std_low` and `std_high`.
         """
-        save(self, path, dtype, max_file_size)
+        save(self.state, path, dtype, max_file_size)
 
     def offloaded(self) -> DeltaFit:
         """The same fit with its eigenvectors in the CPU's memory, for a device that is small."""
-        return offloaded(self)
+        device = self.network.device
+        spectra = {
+            name: replace(pairs, vectors=PartedVectors.of(pairs.vectors.cpu(), device))
+            if isinstance(pairs.vectors, Tensor)
+            else pairs
+            for name, pairs in self.spectra.items()
+        }
+        return DeltaFit(self.state.moved(spectra=spectra))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reduced(self)
+    def with_progress(self, shown: bool) -> DeltaFit:
+        """The same fit, which shows progress by default or does not."""
+        return DeltaFit(self.state.moved(progress=shown))
 
-    @property
-    def informative_examples(self) -> float:
-        """N/σ²: of regression with noise σ an example says 1/σ² times as much; else N."""
-        return self.num_examples / (self.noise or 1.0) ** 2
+    def plot_spectrum(self, ax: Any = None) -> Any:
+        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
 
-    def pairs_of(self, name: str) -> EigenPairs:
-        """The eigenpairs of a matrix at the fit's noise (see `deltabars.noise`)."""
-        return at_noise(name, self.spectra[name], self.level, self.noise)
+        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        """
+        return draw_spectra(self.state, ax)
 
-    @cached_property
-    def pullback(self) -> Pullback:
-        """From rows of cotangents of the outputs to rows of derivatives by the parameters."""
-        return Pullback(self.network)
+    def __repr__(self) -> str:
+        return describe(self.state)
 
-    @cached_property
-    def overlap(self) -> Tensor:
-        """M = Q_Hᵀ Q_G (K, K), in float64."""
-        known = self.known_overlap
-        h, g = (self.spectra[name].vectors for name in ("hessian", "opg"))
-        return products(h, g) if known is None else known
-
-    def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
-        """Σ of an estimator that the fit serves, from its first `rank` pairs."""
-        key = (estimator, rank, full_rank)
-        if key not in self._covariances or not isinstance(full_rank, bool):  # 1 == True
-            self._covariances[key] = covariance_of(self, estimator, rank, full_rank)
-        return self._covariances[key]
+    def _repr_html_(self) -> str:
+        return describe_in_html(self.state)

@@ -62,7 +62,7 @@ class Probe:
     def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
         """A probe of the given inputs; of examples drawn from the data if there are none."""
         tolerance = _DEFAULT_TOLERANCE if tolerance is None else tolerance
-        ranks = problem.ranks
+        group = problem.group
         batches = _drawn(problem, seed) if inputs is None else _given(problem, inputs)
         pullback, cotangents = Pullback(problem.network), problem.likelihood.mean_jacobian
         empty = problem.network.point.new_zeros(0, problem.num_outputs, problem.num_parameters)
@@ -71,9 +71,9 @@ class Probe:
         rows = torch.cat([empty, *found])
         squares = rows.double().square().sum(-1)
         moves = squares.sum(-1) > 0  # others, where a softmax is saturated, have bars of zero
-        still = sum(ranks.gather(int((~moves).sum())))
+        still = sum(group.gather(int((~moves).sum())))
         rows, squares = rows[moves], squares[moves]
-        squares = torch.cat(ranks.gather(squares.cpu())).to(rows.device)
+        squares = torch.cat(group.gather(squares.cpu())).to(rows.device)
         if not len(squares):
             raise DataError(
                 "probe: expected inputs whose predictions depend on the parameters, got none that "
@@ -82,8 +82,8 @@ class Probe:
         rows = rows.flatten(0, 1)
         if problem.reached is not None:
             rows = rows.index_select(1, problem.reached)
-        rows = ranks.exchanged(rows, problem.spaces.reached.columns)
-        fingerprint = sum(ranks.gather(fingerprint_of(batches))) % 2**64
+        rows = group.exchanged(rows, problem.spaces.reached.columns)
+        fingerprint = sum(group.gather(fingerprint_of(batches))) % 2**64
         margin = _DRAWN_MARGIN if inputs is None else 1.0
         return cls(problem, rows, squares, tolerance, fingerprint, still, margin)
 
@@ -309,7 +309,7 @@ def _given(problem: Problem, inputs: Any) -> list[Batch]:
     batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
     if batch is None:
         raise DataError("probe: expected at least one input, got none.")
-    part = batch.rows(slice(problem.ranks.rank, most, problem.ranks.count))
+    part = batch.rows(slice(problem.group.rank, most, problem.group.size))
     return [part] if len(part) else []
 
 

@@ -25,12 +25,13 @@ from deltabars.errors import (
 )
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.saving import OUTPUTS, OVERLAP, SMALL
+from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import from_description
 from deltabars.problem.behaviour import COUNT, MOST_NUMBERS, Behaviour, generated
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network, fingerprint
 from deltabars.problem.parameters import ParameterSpace, as_written, plain_model
-from deltabars.problem.prior import Decay
+from deltabars.problem.prior import Prior
 from deltabars.runtime.memory import CHUNK, ran_out, resolve_budget, share
 from deltabars.runtime.vectors import Part, PartedVectors, whole
 from deltabars.storage import format as storage
@@ -290,9 +291,9 @@ def load(
     scales = header.get("scales", {})
     stays = _stays(offload, spectra, memory_budget, network.device)
     overlap = tensors.get(OVERLAP)
-    return DeltaFit(
+    state = FittedState(
         estimator=header["estimator"],
-        decay=Decay(header["l2"], header.get("level", header["l2"]), scales),
+        prior=Prior(header["l2"], header.get("level", header["l2"]), scales),
         num_examples=header["num_examples"],
         num_outputs=header["num_outputs"],
         spectra={name: _placed(pairs, network.device, stays) for name, pairs in spectra.items()},
@@ -306,6 +307,7 @@ def load(
         progress=progress,
         known_overlap=None if overlap is None else overlap.to(network.device),
     )
+    return DeltaFit(state)
 
 
 def _read(path: Any) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.covariance.low_rank import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, option
+from deltabars.fitting.describe import evidence_of
+from deltabars.fitting.state import FittedState
 from deltabars.prediction.averaging import Classes, choose_classes, choose_moderation
-from deltabars.prediction.judgement import Evidence
 from deltabars.prediction.scoring import Scorer
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import first
 
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
-
 
 def predict(
-    fit: DeltaFit,
+    state: FittedState,
     inputs: Any,
     *,
     rank: int | None,
@@ -39,7 +37,7 @@ def predict(
 ) -> Any:
     """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
     names, used, chosen = check_asked(
-        fit, estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
+        state, estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
     )
     check_space(space)
     if bound not in BOUNDS:
@@ -49,28 +47,28 @@ def predict(
             "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
             "estimate only."
         )
-    shown = shows_progress(fit, progress)
+    shown = shows_progress(state, progress)
     average = choose_moderation(
-        moderation, samples, seed, fit.num_outputs, fit.likelihood, subset=chosen is not None
+        moderation, samples, seed, state.num_outputs, state.likelihood, subset=chosen is not None
     )
-    with full_precision(fit.network.device):
-        covariances = {name: fit.covariance_of(name, used, full_rank) for name in names}
+    with full_precision(state.network.device):
+        covariances = {name: state.covariance_of(name, used, full_rank) for name in names}
     matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
     scorer = Scorer(
-        fit.pullback,
-        fit.likelihood,
-        fit.signature,
-        {matrix: first(fit.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
+        state.pullback,
+        state.likelihood,
+        state.signature,
+        {matrix: first(state.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
         covariances,
         space,
         bound,
         with_covariance=covariance,
         classes=chosen,
         moderation=average,
-        memory_budget=fit.memory_budget,
+        memory_budget=state.memory_budget,
     )
     results = {
-        name: found.judged_by(Evidence.of(fit, used, name))
+        name: found.judged_by(evidence_of(state, used, name))
         for name, found in scorer.predict(inputs, batch_size, shown).items()
     }
     asked_for_one = estimator is None or isinstance(estimator, str)
@@ -78,7 +76,7 @@ def predict(
 
 
 def check_asked(
-    fit: DeltaFit,
+    state: FittedState,
     *,
     estimator: str | Sequence[str] | None = None,
     rank: int | None = None,
@@ -90,15 +88,15 @@ def check_asked(
     Raises:
         BadValueError: the fit does not have them.
     """
-    names = served(fit, estimator)
-    used = fit.rank if rank is None else rank
-    if not is_whole(used) or not 1 <= used <= fit.rank:
+    names = served(state, estimator)
+    used = state.rank if rank is None else rank
+    if not is_whole(used) or not 1 <= used <= state.rank:
         raise BadValueError(
-            f"rank: expected a whole number from 1 to the {fit.rank} fitted pairs, got "
+            f"rank: expected a whole number from 1 to the {state.rank} fitted pairs, got "
             f"{used!r}. Fit with a larger rank for more."
         )
     check_batch_size(batch_size)
-    return names, used, choose_classes(classes, fit.num_outputs, fit.likelihood)
+    return names, used, choose_classes(classes, state.num_outputs, state.likelihood)
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -107,22 +105,22 @@ def check_batch_size(batch_size: Any) -> None:
         raise BadValueError(f"batch_size: expected a whole number from 1 on, got {batch_size!r}.")
 
 
-def shows_progress(fit: DeltaFit, progress: Any) -> bool:
+def shows_progress(state: FittedState, progress: Any) -> bool:
     """Whether to show progress: as asked for, else as the fit does."""
     if progress is not None and not isinstance(progress, bool):
         raise BadValueError(f"progress: expected True, False or None, got {progress!r}.")
-    return fit.progress if progress is None else progress
+    return state.progress if progress is None else progress
 
 
-def served(fit: DeltaFit, asked: str | Sequence[str] | None) -> list[str]:
+def served(state: FittedState, asked: str | Sequence[str] | None) -> list[str]:
     """The names of the estimators that were asked for, refused unless the fit serves them."""
     if asked is None:
-        return [fit.estimator]
+        return [state.estimator]
     names = [asked] if isinstance(asked, str) else list(asked)
     possible = [
         name
         for name, needed in ESTIMATORS.items()
-        if all(matrix in fit.spectra for matrix in needed)
+        if all(matrix in state.spectra for matrix in needed)
     ]
     for name in names:
         if name not in possible:
@@ -130,7 +128,7 @@ def served(fit: DeltaFit, asked: str | Sequence[str] | None) -> list[str]:
                 f" Fit with {option('estimator', name)} for that one." if name in ESTIMATORS else ""
             )
             raise BadValueError(
-                f"estimator: expected one of {possible}, which this {fit.estimator} fit can "
+                f"estimator: expected one of {possible}, which this {state.estimator} fit can "
                 f"serve, got {name!r}.{advice}"
             )
     if not names:

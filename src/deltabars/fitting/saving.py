@@ -7,25 +7,23 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
+from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import LIKELIHOODS, described, is_own
 from deltabars.runtime.distributed import Columns
 from deltabars.runtime.memory import read_bytes
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.vectors import here, ranks_of
+from deltabars.runtime.vectors import group_of, here
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from deltabars.storage.shards import measured_loss, rounded, stored_dtype
 from deltabars.storage.writing import write_whole_folder
-
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
 
 SMALL = ("values", "residuals", "smallest", "smallest_residuals")
 OVERLAP = "overlap"
@@ -33,43 +31,43 @@ OUTPUTS = "behaviour.outputs"
 MAX_FILE_SIZE = "5GB"
 
 
-def save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
+def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) -> None:
     """Write a fit; the arguments are those of `DeltaFit.save`, and checked."""
-    with full_precision(fit.network.device):
-        _save(fit, path, dtype, max_file_size)
+    with full_precision(state.network.device):
+        _save(state, path, dtype, max_file_size)
 
 
-def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> None:
-    if not is_own(fit.likelihood):
+def _save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) -> None:
+    if not is_own(state.likelihood):
         raise StorageError(
             f"Cannot write {path}: expected one of the likelihoods {sorted(LIKELIHOODS)}, got one "
             "of your own, which a file cannot hold."
         )
-    types = {name: stored_dtype(dtype, pairs.vectors) for name, pairs in fit.spectra.items()}
+    types = {name: stored_dtype(dtype, pairs.vectors) for name, pairs in state.spectra.items()}
     most = read_bytes(max_file_size, "max_file_size")
     losses = {
-        name: measured_loss(pairs.vectors, types[name]) for name, pairs in fit.spectra.items()
+        name: measured_loss(pairs.vectors, types[name]) for name, pairs in state.spectra.items()
     }
-    width = sum(len(pairs) * types[name].itemsize for name, pairs in fit.spectra.items())
+    width = sum(len(pairs) * types[name].itemsize for name, pairs in state.spectra.items())
     target = Path(path)
-    in_files = width * fit.num_parameters > most
-    ranks = ranks_of(fit.spectra)
-    if ranks.count > 1 or in_files or os.path.isdir(target) or str(path).endswith(os.sep):
+    in_files = width * state.num_parameters > most
+    group = group_of(state.spectra)
+    if group.size > 1 or in_files or os.path.isdir(target) or str(path).endswith(os.sep):
         _check_replaceable(target)
         together = max(1, most // width)
-        header, tensors = head_of(fit, types, losses)
+        header, tensors = head_of(state, types, losses)
         write_whole_folder(
             target,
-            lambda draft: _write_files(draft, fit, types, together, header, tensors),
-            ranks,
+            lambda draft: _write_files(draft, state, types, together, header, tensors),
+            group,
             replace=True,
         )
         return
     lossy = any(losses.values()) or any(map(_is_short, types.values()))
-    told = types if lossy or any(pairs.rounding for pairs in fit.spectra.values()) else None
-    header, tensors = head_of(fit, told, losses)
-    size = fit.num_parameters
-    for name, pairs in fit.spectra.items():
+    told = types if lossy or any(pairs.rounding for pairs in state.spectra.values()) else None
+    header, tensors = head_of(state, told, losses)
+    size = state.num_parameters
+    for name, pairs in state.spectra.items():
         as_it_is = isinstance(pairs.vectors, Tensor) and pairs.vectors.dtype == types[name]
         tensors[f"{name}.vectors"] = (
             pairs.vectors if as_it_is else rounded(pairs.vectors, 0, size, types[name])
@@ -79,7 +77,7 @@ def _save(fit: DeltaFit, path: Any, dtype: Any, max_file_size: int | str) -> Non
 
 
 def head_of(
-    fit: DeltaFit,
+    state: FittedState,
     types: Mapping[str, torch.dtype] | None = None,
     losses: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -89,66 +87,66 @@ def head_of(
         types: what the eigenvectors are stored as, where that is to be told.
         losses: what they lose by that (see `deltabars.rounding`).
     """
-    space = fit.network.parameters
+    space = state.network.parameters
     losses = losses or {}
-    diagnostics, statistics = dict(fit.diagnostics), {}
-    for name, pairs in fit.spectra.items():
+    diagnostics, statistics = dict(state.diagnostics), {}
+    for name, pairs in state.spectra.items():
         statistics[name] = dict(pairs.statistics)
         if losses.get(name):  # on top of what was lost before
             statistics[name][ROUNDING] = pairs.rounding + losses[name]["norm"]
     if types is not None:
         diagnostics["storage"] = {
             name: {"dtype": str(types[name]).removeprefix("torch."), **losses.get(name, {})}
-            for name in fit.spectra
+            for name in state.spectra
         }
     header = {
-        "estimator": fit.estimator,
-        "l2": dict(fit.l2) if isinstance(fit.l2, Mapping) else fit.l2,
-        "level": fit.level,
-        "scales": dict(fit.decay.scales),
-        "num_examples": fit.num_examples,
-        "num_outputs": fit.num_outputs,
-        "likelihood": described(fit.likelihood),
-        "dtype": str(fit.network.dtype),
+        "estimator": state.estimator,
+        "l2": dict(state.l2) if isinstance(state.l2, Mapping) else state.l2,
+        "level": state.level,
+        "scales": dict(state.prior.scales),
+        "num_examples": state.num_examples,
+        "num_outputs": state.num_outputs,
+        "likelihood": described(state.likelihood),
+        "dtype": str(state.network.dtype),
         "parameters": [
             {"name": name, "shape": list(shape)}
             for name, shape in zip(space.names, space.shapes, strict=True)
         ],
-        "weights": fit.weights,
-        "deterministic": fit.network.deterministic,
-        "inputs": asdict(fit.signature),
+        "weights": state.weights,
+        "deterministic": state.network.deterministic,
+        "inputs": asdict(state.signature),
         "diagnostics": diagnostics,
         "statistics": statistics,
     }
     tensors = {
         f"{name}.{field}": getattr(pairs, field)
-        for name, pairs in fit.spectra.items()
+        for name, pairs in state.spectra.items()
         for field in SMALL
     }
-    if fit.behaviour is not None:
+    if state.behaviour is not None:
         header["behaviour"] = {
-            "ranges": [list(each) for each in fit.behaviour.ranges],
-            "dtype": str(fit.behaviour.dtype),
-            "tensors": {name: list(found) for name, found in fit.behaviour.tensors.items()},
+            "ranges": [list(each) for each in state.behaviour.ranges],
+            "dtype": str(state.behaviour.dtype),
+            "tensors": {name: list(found) for name, found in state.behaviour.tensors.items()},
         }
-        tensors[OUTPUTS] = fit.behaviour.outputs
-    if fit.estimator == "sandwich" and types is not None:
+        tensors[OUTPUTS] = state.behaviour.outputs
+    if state.estimator == "sandwich" and types is not None:
         # Of rounded vectors it would be another one, and of large ones it takes long.
-        tensors[OVERLAP] = fit.overlap
+        tensors[OVERLAP] = state.overlap
     return header, tensors
 
 
 def _write_files(
     folder: Path,
-    fit: DeltaFit,
+    state: FittedState,
     types: Mapping[str, torch.dtype],
     together: int,
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Every rank writes the columns that are there; the first one writes the index of all."""
-    ranks = ranks_of(fit.spectra)
-    bounds = Columns.even(fit.num_parameters, ranks).bounds
+    group = group_of(state.spectra)
+    bounds = Columns.even(state.num_parameters, group).bounds
     ranges = [
         (rank, start, min(start + together, stop))
         for rank, (begin, stop) in enumerate(pairwise(bounds))
@@ -156,14 +154,14 @@ def _write_files(
     ]
     parts = []
     for number, (rank, start, stop) in enumerate(ranges, 1):
-        if rank == ranks.rank:
+        if rank == group.rank:
             matrices = {
                 name: rounded(*here(pairs.vectors, start, stop), types[name])
-                for name, pairs in fit.spectra.items()
+                for name, pairs in state.spectra.items()
             }
             parts.append(shards.write_part(folder, number, len(ranges), matrices, start, stop))
-    everywhere = [part for own in ranks.gather(parts) for part in own]
-    if ranks.is_first:
+    everywhere = [part for own in group.gather(parts) for part in own]
+    if group.is_first:
         shards.write_index(folder, header, tensors, everywhere)
 
 

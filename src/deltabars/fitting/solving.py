@@ -119,7 +119,7 @@ def solve(
     """
     started = time.perf_counter()
     space = operator.problem.spaces.whole
-    deadline = deadline or Deadline(None, space.ranks)
+    deadline = deadline or Deadline(None, space.group)
     if growth is not None:
         options = replace(options, rank=min(options.rank, growth.most))
     done = None if checkpoint is None else checkpoint.finished(operator.device, growth, space)
@@ -191,7 +191,7 @@ def _check_derivatives(
 
 def _shared_out(pairs: EigenPairs, space: Space) -> EigenPairs:
     """Pairs with vectors (K, p) of the columns that are here, as what they are."""
-    if space.ranks.count == 1:
+    if space.group.size == 1:
         return pairs
     return replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
 
@@ -323,10 +323,10 @@ class _Shared:
 
 def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
     """Pairs that every rank has computed, with the columns of this rank."""
-    ranks = operator.problem.ranks
-    if ranks.count == 1:
+    group = operator.problem.group
+    if group.size == 1:
         return pairs
-    ranks.agree_(pairs.vectors)  # where eigenvalues repeat, unlike machines find others
+    group.agree_(pairs.vectors)  # where eigenvalues repeat, unlike machines find others
     return replace(pairs, vectors=pairs.vectors[:, operator.problem.spaces.whole.own].clone())
 
 

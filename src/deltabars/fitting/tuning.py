@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.covariance.low_rank import Covariance
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
-from deltabars.fitting.core import noises_at
+from deltabars.fitting.hyperparameters import noises_at, with_l2
+from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.gaussian import Gaussian
@@ -27,51 +28,48 @@ from deltabars.problem.prior import L2, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
-
 _READ_SIZE = 1024  # examples
 
 
-def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
+def validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
     """The mean −log p(target) for each λ, (n,), float64; p as moderated, or with the total std.
 
     F and its projections are computed once, for all λ. Cost: that of one prediction of the data,
     and n·C·K operations an example.
     """
-    names = ESTIMATORS[fit.estimator]
-    method = "sampling" if fit.likelihood.discrete else None
-    with full_precision(fit.network.device):
-        covariances = _covariances(fit, levels)
+    names = ESTIMATORS[state.estimator]
+    method = "sampling" if state.likelihood.discrete else None
+    with full_precision(state.network.device):
+        covariances = _covariances(state, levels)
     scorer = Scorer(
-        fit.pullback,
-        fit.likelihood,
-        fit.signature,
-        {matrix: fit.spectra[matrix].vectors for matrix in sorted(names)},
+        state.pullback,
+        state.likelihood,
+        state.signature,
+        {matrix: state.spectra[matrix].vectors for matrix in sorted(names)},
         covariances,
         "probability",
         "rigorous",
         with_covariance=False,
         classes=None,
         moderation=choose_moderation(
-            method, SAMPLES, 0, fit.num_outputs, fit.likelihood, subset=False
+            method, SAMPLES, 0, state.num_outputs, state.likelihood, subset=False
         ),
-        memory_budget=fit.memory_budget,
+        memory_budget=state.memory_budget,
     )
     total, count = torch.zeros(len(levels), dtype=torch.float64), 0
-    with Progress("Validating", None, "example", fit.progress) as bar:
-        noises = noises_at(fit, levels).tolist()
+    with Progress("Validating", None, "example", state.progress) as bar:
+        noises = noises_at(state, levels).tolist()
         for raw in iterate(data, _READ_SIZE):
-            batch = labelled(raw, fit.likelihood.counted)
+            batch = labelled(raw, state.likelihood.counted)
             assert batch.targets is not None
             if not len(batch):
                 continue
             found = scorer.predict(batch.inputs, None, False)
-            targets = fit.likelihood.arranged(batch.targets, fit.num_outputs)
-            targets = targets.to(fit.network.device)
-            fit.likelihood.check_targets(found["0"].mean, targets)
+            targets = state.likelihood.arranged(batch.targets, state.num_outputs)
+            targets = targets.to(state.network.device)
+            state.likelihood.check_targets(found["0"].mean, targets)
             for place, prediction in enumerate(found.values()):
-                losses = _losses(fit.likelihood, prediction, targets, noises[place])
+                losses = _losses(state.likelihood, prediction, targets, noises[place])
                 total[place] += float(losses.sum())
             count += len(targets)
             bar.show(count)
@@ -80,13 +78,13 @@ def validation_losses(fit: DeltaFit, data: Any, levels: Tensor) -> Tensor:
     return total / count
 
 
-def _covariances(fit: DeltaFit, levels: Tensor) -> dict[str, Covariance]:
+def _covariances(state: FittedState, levels: Tensor) -> dict[str, Covariance]:
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectrumWarning)  # of λs that are only tried
         for place, level in enumerate(levels.tolist()):
-            moved = fit.with_l2(scaled(fit.l2, level / fit.level))
-            found[str(place)] = moved.covariance_of(fit.estimator, fit.rank)
+            moved = with_l2(state, scaled(state.l2, level / state.level))
+            found[str(place)] = moved.covariance_of(state.estimator, state.rank)
     return found
 
 
@@ -122,7 +120,7 @@ class Tuning:
     Attributes:
         method: `"marginal_likelihood"` or `"validation"`.
         l2: the best λ (or λs by name pattern, times a common factor).
-        fit: the fit with that λ.
+        fit: the `DeltaFit` with that λ.
         fitted_level: the λ that the search started from.
         levels: the λs that were tried, as they are in the eigenvalues (see `DeltaFit.level`),
             ascending, (n,).
@@ -133,7 +131,7 @@ class Tuning:
 
     method: str
     l2: L2
-    fit: DeltaFit
+    fit: Any
     fitted_level: float
     levels: Tensor
     values: Tensor
@@ -186,26 +184,26 @@ class Evidence:
     is_over_noise: bool
 
     @classmethod
-    def of(cls, fit: DeltaFit) -> Evidence:
+    def of(cls, state: FittedState) -> Evidence:
         """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
-        name = ESTIMATORS[fit.estimator][0]
-        pairs = fit.spectra[name]
-        eigenvalues = (pairs.values - fit.level).clamp(min=0).cpu()
-        point, scale = fit.network.point.double(), fit.network.scale
+        name = ESTIMATORS[state.estimator][0]
+        pairs = state.spectra[name]
+        eigenvalues = (pairs.values - state.level).clamp(min=0).cpu()
+        point, scale = state.network.point.double(), state.network.scale
         if scale is not None:
             point = point / scale
-        trace = fit.diagnostics[name].get(DATA_TRACE)
+        trace = state.diagnostics[name].get(DATA_TRACE)
         rest = None if trace is None else max(0.0, trace - float(eigenvalues.sum()))
         return cls(
-            fit.num_examples * fit.diagnostics["mean_loss"],
-            fit.num_examples,
-            0 if fit.noise is None else fit.num_examples * fit.num_outputs,
+            state.num_examples * state.diagnostics["mean_loss"],
+            state.num_examples,
+            0 if state.noise is None else state.num_examples * state.num_outputs,
             float(point.square().sum()),
             eigenvalues,
-            max(0, fit.diagnostics["parameters_reached"] - len(eigenvalues)),
+            max(0, state.diagnostics["parameters_reached"] - len(eigenvalues)),
             rest,
             pairs.slack,
-            partial(noises_at, fit),
+            partial(noises_at, state),
             name == "opg",
         )
 
@@ -240,8 +238,8 @@ class Evidence:
         return base - middle, base - 0.5 * largest, base - 0.5 * least
 
 
-def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
-    """A search over λ; the arguments are those of `DeltaFit.tune_l2`, and checked."""
+def tune_l2(state: FittedState, data: Any, method: str, fit_at: Callable[[L2], Any]) -> Tuning:
+    """A search over λ; arguments are those of `DeltaFit.tune_l2`, and the way to another state."""
     if method not in METHODS:
         raise BadValueError(f"method: expected one of {METHODS}, got {method!r}.")
     if method == "validation":
@@ -250,38 +248,38 @@ def tune_l2(fit: DeltaFit, data: Any, method: str) -> Tuning:
                 "data: expected validation data (inputs and targets) for method='validation', got "
                 "none. method='marginal_likelihood' needs none."
             )
-        return _by_validation(fit, data)
+        return _by_validation(state, data, fit_at)
     if data is not None:
         raise BadValueError(
             "data: expected none for method='marginal_likelihood', which follows from the fit, got "
             "some. Choose method='validation' to use them."
         )
-    evidence = Evidence.of(fit)
+    evidence = Evidence.of(state)
 
     def search(levels: Tensor) -> Tensor:
         return evidence.interval(levels)[0]
 
-    levels = _levels(fit, _DECADES, _GRID)
+    levels = _levels(state, _DECADES, _GRID)
     best, at_edge = _maximum(search, levels)
     levels = torch.cat([levels, best[None]]).sort().values
     values, low, high = evidence.interval(levels)
-    l2 = scaled(fit.l2, float(best) / fit.level)
-    return Tuning(method, l2, fit.with_l2(l2), fit.level, levels, values, low, high, at_edge)
+    l2 = scaled(state.l2, float(best) / state.level)
+    return Tuning(method, l2, fit_at(l2), state.level, levels, values, low, high, at_edge)
 
 
-def _by_validation(fit: DeltaFit, data: Any) -> Tuning:
-    levels = _levels(fit, _DECADES / 2, _TRIED)
-    values = validation_losses(fit, data, levels)
+def _by_validation(state: FittedState, data: Any, fit_at: Callable[[L2], Any]) -> Tuning:
+    levels = _levels(state, _DECADES / 2, _TRIED)
+    values = validation_losses(state, data, levels)
     place = int(values.argmin())
-    l2 = scaled(fit.l2, float(levels[place]) / fit.level)
+    l2 = scaled(state.l2, float(levels[place]) / state.level)
     at_edge = place in (0, len(levels) - 1)
-    return Tuning("validation", l2, fit.with_l2(l2), fit.level, levels, values, None, None, at_edge)
+    return Tuning("validation", l2, fit_at(l2), state.level, levels, values, None, None, at_edge)
 
 
-def _levels(fit: DeltaFit, decades: float, count: int) -> Tensor:
+def _levels(state: FittedState, decades: float, count: int) -> Tensor:
     """The λs to try, without those at which no noise can be estimated."""
-    levels = fit.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
-    return levels[noises_at(fit, levels).isfinite()]
+    levels = state.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
+    return levels[noises_at(state, levels).isfinite()]
 
 
 def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:

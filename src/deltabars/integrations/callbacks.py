@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -276,7 +275,7 @@ class FitsAtTheEnd:
         self._scorer, self._summaries, self._collected = None, {}, {}
         if self.fit_ is None:
             return
-        if fingerprint(self._chosen(pl_module)) != self.fit_.weights:
+        if fingerprint(self._chosen(pl_module)) != self.fit_.state.weights:
             warnings.warn(
                 "Scores are left out: expected the weights that were fitted, got others (a "
                 "checkpoint of another epoch?). Give ckpt_path=None, or set fit_ to a fit of "
@@ -285,7 +284,7 @@ class FitsAtTheEnd:
                 stacklevel=2,
             )
             return
-        self._scorer = replace(self.fit_, progress=False)  # a bar a batch is too many
+        self._scorer = self.fit_.with_progress(False)  # a bar a batch is too many
 
     def _score(self, pl_module: Any, batch: Any, place: int) -> None:
         if self._scorer is None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
-    from deltabars.prediction.prediction import Prediction
 
 _AROUND = "font-variant-numeric:tabular-nums;margin:0.3em 0;overflow-x:auto"
 _CELL = "padding:0.15em 0.7em;text-align:{};white-space:nowrap"
@@ -48,53 +44,10 @@ def _cell(tag: str, cell: str, align: str) -> str:
 
 _FEW = 6  # inputs whose error bars have room side by side
 _MOST_DOTS = 20_000
-_GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
-
-
-def draw_fit(fit: DeltaFit, ax: Any = None) -> Any:
-    """The magnitudes of the computed eigenvalues against their index, a line a matrix."""
-    axes = _axes(ax)
-    beyond = 0.0
-    for name, pairs in fit.spectra.items():
-        values = pairs.values.detach().cpu().double()
-        count = len(values)
-        index = torch.arange(1, count + 1)
-        (line,) = axes.plot(index.numpy(), values.abs().numpy(), label=name, marker=_marker(count))
-        negative = values < 0
-        if bool(negative.any()):
-            axes.plot(
-                index[negative].numpy(),
-                values[negative].abs().numpy(),
-                linestyle="none",
-                marker="x",
-                color=line.get_color(),
-                label=f"{name}, negative",
-            )
-        left = fit.num_parameters - count
-        if left and float(values[-1]) > 0:
-            start, end = count + 0.5, count * (1 + _GAP) + 1
-            beyond = max(beyond, end)
-            low, high = sorted((fit.level, float(values[-1])))
-            axes.fill_between(
-                [start, end],
-                low,
-                high,
-                color=line.get_color(),
-                alpha=0.25,
-                linewidth=0,
-                label=f"{name}: {left:,} not computed",
-            )
-    axes.axhline(fit.level, linestyle=":", linewidth=1, color="gray", label=f"λ = {fit.level:g}")
-    axes.set_yscale("log")
-    axes.set_xlim(0.5, max(beyond, fit.rank + 0.5))
-    axes.set_xlabel(f"index k of P = {fit.num_parameters:,}")
-    axes.set_ylabel("magnitude of the eigenvalue")
-    axes.legend()
-    return axes
 
 
 def draw_prediction(
-    prediction: Prediction,
+    prediction: Any,
     ax: Any = None,
     targets: Tensor | None = None,
     names: Sequence[str] | None = None,
@@ -114,7 +67,7 @@ def draw_prediction(
             f"{' for chosen classes' if shown.classes is not None else ''}."
         )
     wrong = _wrong(shown, targets)
-    axes = _axes(ax)
+    axes = axes_or_new(ax)
     if count <= _FEW:
         _draw_bars(axes, shown, wrong, names)
     else:
@@ -122,9 +75,7 @@ def draw_prediction(
     return axes
 
 
-def _draw_bars(
-    axes: Any, shown: Prediction, wrong: Tensor | None, names: Sequence[str] | None
-) -> None:
+def _draw_bars(axes: Any, shown: Any, wrong: Tensor | None, names: Sequence[str] | None) -> None:
     count, outputs = shown.mean.shape
     places = torch.arange(outputs, dtype=torch.float64)
     for i in range(count):
@@ -149,7 +100,7 @@ def _draw_bars(
     axes.legend()
 
 
-def _draw_dots(axes: Any, shown: Prediction, wrong: Tensor | None) -> None:
+def _draw_dots(axes: Any, shown: Any, wrong: Tensor | None) -> None:
     label = shown.label
     of_class = label is not None and label.ndim == 1 and shown.classes is None
     mean, std = shown.mean.flatten(), shown.std.flatten()
@@ -174,12 +125,12 @@ def _draw_dots(axes: Any, shown: Prediction, wrong: Tensor | None) -> None:
     axes.legend()
 
 
-def _meaning(shown: Prediction) -> str:
+def _meaning(shown: Any) -> str:
     inside = bool(((shown.mean >= 0) & (shown.mean <= 1)).all())
     return "probability" if shown.label is not None and inside else "mean"
 
 
-def _wrong(shown: Prediction, targets: Tensor | None) -> Tensor | None:
+def _wrong(shown: Any, targets: Tensor | None) -> Tensor | None:
     if targets is None:
         return None
     if shown.label is None or shown.label.ndim > 1 or targets.shape != shown.label.shape:
@@ -190,11 +141,13 @@ def _wrong(shown: Prediction, targets: Tensor | None) -> Tensor | None:
     return shown.label != targets.cpu()
 
 
-def _marker(count: int) -> str | None:
-    return "o" if count == 1 else None  # a line needs two
+def marker_for(count: int) -> str | None:
+    """A marker for a curve of so many points: a line needs two."""
+    return "o" if count == 1 else None
 
 
-def _axes(ax: Any) -> Any:
+def axes_or_new(ax: Any) -> Any:
+    """The Axes given, or those of a new figure."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
@@ -236,13 +189,13 @@ class _Row:
 _TITLES = ["input", "output", "mean ± std (± error)", "score (± error)", ""]
 
 
-def _note_of(prediction: Prediction, place: int) -> str:
+def _note_of(prediction: Any, place: int) -> str:
     """What is wrong with the error bars of an input, in a word."""
     marks = {"saturated": prediction.saturated, "impossible": prediction.impossible}
     return ", ".join(name for name, mark in marks.items() if mark is not None and mark[place])
 
 
-def remarks(prediction: Prediction) -> list[str]:
+def remarks(prediction: Any) -> list[str]:
     """The judgement, a line for its reason and one for the remedy; of marks what they mean."""
     lines = [] if prediction.judgement is None else prediction.judgement.lines
     counts = [
@@ -257,7 +210,7 @@ def remarks(prediction: Prediction) -> list[str]:
     return [*lines, *([f"Marked: {said}."] if said else [])]
 
 
-def describe_prediction(prediction: Prediction) -> str:
+def describe_prediction(prediction: Any) -> str:
     """The first inputs, one a line."""
     table = [_TITLES, *(row.cells for row in _rows(prediction, _IN_TEXT))]
     widths = [max(len(row[j]) for row in table) for j in range(len(_TITLES))]
@@ -266,7 +219,7 @@ def describe_prediction(prediction: Prediction) -> str:
     return "\n".join([_head(prediction), *lines, *more, *remarks(prediction)])
 
 
-def describe_prediction_in_html(prediction: Prediction) -> str:
+def describe_prediction_in_html(prediction: Any) -> str:
     """The first inputs as a table, with a bar for each mean and a whisker for its std."""
     rows = _rows(prediction, _IN_HTML)
     is_probability = prediction.label is not None and all(0 <= row.mean <= 1 for row in rows)
@@ -281,7 +234,7 @@ def describe_prediction_in_html(prediction: Prediction) -> str:
     return paragraph(_head(prediction)) + table + more
 
 
-def _rows(prediction: Prediction, most: int) -> list[_Row]:
+def _rows(prediction: Any, most: int) -> list[_Row]:
     shown = prediction[:most].to("cpu")
     rows = []
     for i, k in enumerate(shown.mean.argmax(-1).tolist()):
@@ -293,12 +246,12 @@ def _rows(prediction: Prediction, most: int) -> list[_Row]:
     return rows
 
 
-def _head(prediction: Prediction) -> str:
+def _head(prediction: Any) -> str:
     count, outputs = prediction.mean.shape
     return f"Prediction of {_count(count, 'input')}, {_count(outputs, 'output')}"
 
 
-def _more(prediction: Prediction, most: int) -> list[str]:
+def _more(prediction: Any, most: int) -> list[str]:
     left = len(prediction) - most
     return [f"… and {left} more"] if left > 0 else []
 

@@ -13,16 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from deltabars.problem.parameters import LastLayer
 from deltabars.problem.problem import TRAIN_ON, how_far, is_far
-
-if TYPE_CHECKING:
-    from deltabars.fitting.fitted import DeltaFit
-    from deltabars.prediction.prediction import Prediction
 
 LEVELS = ("bars", "ranking only", "meaningless")
 
@@ -52,22 +47,6 @@ class Evidence:
     relative_gradient: float
     distance: float | None
     at_chance: bool = False
-
-    @classmethod
-    def of(cls, fit: DeltaFit, rank: int, estimator: str) -> Evidence:
-        """The evidence that a fit has. Cost: nothing."""
-        known = fit.diagnostics
-        gradient, distance = map(known.get, ("relative_gradient", "distance_from_optimum"))
-        last = set(LastLayer().names(fit.network.model))
-        return cls(
-            rank,
-            estimator == "opg",
-            set(fit.network.parameters.names) <= last,
-            # Diagnostics from a file may be anything: what is no number is no evidence.
-            float(gradient) if isinstance(gradient, int | float) else 0.0,
-            float(distance) if isinstance(distance, int | float) else None,
-            known.get("at_chance") is True,
-        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,7 @@ class Judgement:
         return found
 
 
-def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
+def judge(evidence: Evidence, prediction: Any) -> Judgement:
     """The judgement of a prediction: that of its worst finding, with the reasons of all."""
     found = [
         finding
@@ -161,7 +140,7 @@ def _of_training(evidence: Evidence) -> _Finding | None:
     )
 
 
-def _of_linearity(evidence: Evidence, prediction: Prediction) -> _Finding | None:
+def _of_linearity(evidence: Evidence, prediction: Any) -> _Finding | None:
     wide, flat = prediction.impossible, prediction.saturated
     if wide is None or not len(wide):
         return None
@@ -193,7 +172,7 @@ def _of_optimum(evidence: Evidence) -> _Finding | None:
     return LEVELS[1], f"The weights are at no optimum: {said}.", TRAIN_ON
 
 
-def _of_bound(evidence: Evidence, prediction: Prediction) -> _Finding | None:
+def _of_bound(evidence: Evidence, prediction: Any) -> _Finding | None:
     bound = mean_bound(prediction)
     if bound <= _WIDE:
         return None
@@ -205,7 +184,7 @@ def _of_bound(evidence: Evidence, prediction: Prediction) -> _Finding | None:
     )
 
 
-def mean_bound(prediction: Prediction) -> float:
+def mean_bound(prediction: Any) -> float:
     """The mean of score_error / score, over the inputs whose score is not zero."""
     score, error = prediction.score.double(), prediction.score_error.double()
     positive = score > 0

@@ -20,7 +20,7 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
 from deltabars.problem.inputs import Inputs, Signature, leaves
 from deltabars.problem.network import Network, model_errors
-from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress
 from deltabars.runtime.vectors import Basis, ShardedVectors
@@ -80,26 +80,26 @@ class Scorer:
         size = None if given is None else ChunkSize(given)
         sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
         if sharded:
-            yield from self._in_step(inputs, given, sharded[0].space.ranks)
+            yield from self._in_step(inputs, given, sharded[0].space.group)
             return
         for batch in read_inputs(inputs, self.signature, self._network):
             size = ChunkSize(self._choose_chunk_size(batch)) if size is None else size
             yield from size.each([batch], self._predict_chunk)
 
     def _in_step(
-        self, inputs: Any, given: int | None, ranks: Ranks
+        self, inputs: Any, given: int | None, group: Group
     ) -> Iterator[dict[str, Prediction]]:
         """The same where ranks share the eigenvectors, whose columns all of them ask for at once.
 
         Each predicts its own inputs. One that has no more goes through its last chunk again, for as
         long as any other has some.
         """
-        with ranks.together():
+        with group.together():
             chunks = self._chunks(inputs, given)
             last: Batch | None = None
             while True:
                 chunk = next(chunks, None)
-                if not any(ranks.gather(chunk is not None)):
+                if not any(group.gather(chunk is not None)):
                     return
                 last = chunk or last
                 if last is None:

@@ -33,7 +33,7 @@ from deltabars.problem.batches import (
     labelled,
 )
 from deltabars.problem.inputs import Signature, leaves, map_leaves
-from deltabars.runtime.distributed import Ranks, same_everywhere
+from deltabars.runtime.distributed import Group, same_everywhere
 from deltabars.runtime.precision import with_own_numbers
 
 _LOOKED_AT = 16  # examples that tell whether two ranks were given the same data
@@ -59,53 +59,53 @@ class Part:
     source: str
     pick: Callable[[Sequence[int]], Any] | None = None
 
-    def among(self, indices: Sequence[int], ranks: Ranks) -> Part:
+    def among(self, indices: Sequence[int], group: Group) -> Part:
         """The part of this rank where the examples with these indices alone are split."""
         assert self.pick is not None
-        return replace(self, data=self.pick(_dealt(indices, ranks)))
+        return replace(self, data=self.pick(_dealt(indices, group)))
 
 
-def own_part(data: Any, ranks: Ranks) -> Part:
+def own_part(data: Any, group: Group) -> Part:
     """The part of some data that is this rank's to read.
 
     Tensors, datasets and loaders that are the same on all ranks are dealt out in turn; those that
     are not are each rank's own, as streams always are. Of a DistributedSampler the examples that it
     repeats to come out even are left out.
     """
-    if ranks.count == 1:
+    if group.size == 1:
         return Part(data, "whole")
     if isinstance(data, DataLoader):
-        return _of_loader(data, ranks)
+        return _of_loader(data, group)
     if is_fixed(data):
         count = count_of(data)
-        if not _is_same(data, count, ranks):
+        if not _is_same(data, count, group):
             return Part(data, "own")
-        _check_enough(count, ranks)
-        own = cut(data, slice(ranks.rank, None, ranks.count))
+        _check_enough(count, group)
+        own = cut(data, slice(group.rank, None, group.size))
         return Part(own, "split", lambda some: cut(data, torch.as_tensor(some)))
     if _is_dataset(data):
-        if not _is_same(data, len(data), ranks):
+        if not _is_same(data, len(data), group):
             return Part(data, "own")
-        return _split(len(data), ranks, partial(Subset, data))
-    same_everywhere(ranks, None)  # the others may be comparing: it is their turn as well
+        return _split(len(data), group, partial(Subset, data))
+    same_everywhere(group, None)  # the others may be comparing: it is their turn as well
     return Part(data, "own")
 
 
-def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
+def _of_loader(loader: DataLoader[Any], group: Group) -> Part:
     sampler, dataset = loader.sampler, loader.dataset
     if type(sampler) is DistributedSampler:
-        if (sampler.num_replicas, sampler.rank) != (ranks.count, ranks.rank):
+        if (sampler.num_replicas, sampler.rank) != (group.size, group.rank):
             raise DataError(
-                f"DistributedSampler: expected that of rank {ranks.rank} of {ranks.count}, got one "
+                f"DistributedSampler: expected that of rank {group.rank} of {group.size}, got one "
                 f"of rank {sampler.rank} of {sampler.num_replicas}."
             )
-        same_everywhere(ranks, None)
+        same_everywhere(group, None)
         count = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.drop_last:
             count = min(count, sampler.total_size)
-        return _split(count, ranks, partial(_with, loader), "sampler")
+        return _split(count, group, partial(_with, loader), "sampler")
     if not _is_dataset(dataset) or loader.batch_size is None:
-        same_everywhere(ranks, None)
+        same_everywhere(group, None)
         return Part(loader, "own")
     count = len(dataset)  # type: ignore[arg-type]
     indices: Sequence[int] = range(count)
@@ -116,19 +116,19 @@ def _of_loader(loader: DataLoader[Any], ranks: Ranks) -> Part:
     )
     if not all_of_them:
         indices = sorted(sampler)
-    if not _is_same(dataset, count, ranks, indices):
+    if not _is_same(dataset, count, group, indices):
         return Part(loader, "own")
     if loader.drop_last:
         indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
     return _split(
-        len(indices), ranks, lambda some: _with(loader, [indices[place] for place in some])
+        len(indices), group, lambda some: _with(loader, [indices[place] for place in some])
     )
 
 
 def _split(
-    count: int, ranks: Ranks, pick: Callable[[Sequence[int]], Any], source: str = "split"
+    count: int, group: Group, pick: Callable[[Sequence[int]], Any], source: str = "split"
 ) -> Part:
-    return Part(None, source, pick).among(range(count), ranks)
+    return Part(None, source, pick).among(range(count), group)
 
 
 class _Fixed(Sampler[int]):
@@ -152,15 +152,15 @@ def _with(loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
     )
 
 
-def _dealt(indices: Sequence[int], ranks: Ranks) -> Sequence[int]:
-    _check_enough(len(indices), ranks)
-    return indices[ranks.rank :: ranks.count]
+def _dealt(indices: Sequence[int], group: Group) -> Sequence[int]:
+    _check_enough(len(indices), group)
+    return indices[group.rank :: group.size]
 
 
-def _check_enough(count: int, ranks: Ranks) -> None:
-    if count < ranks.count:
+def _check_enough(count: int, group: Group) -> None:
+    if count < group.size:
         raise DataError(
-            f"Data: expected an example for each of {ranks.count} ranks, got {count}. Use fewer "
+            f"Data: expected an example for each of {group.size} ranks, got {count}. Use fewer "
             "ranks."
         )
 
@@ -173,7 +173,7 @@ def _is_dataset(data: Any) -> bool:
     )
 
 
-def _is_same(data: Any, count: int, ranks: Ranks, indices: Sequence[int] = ()) -> bool:
+def _is_same(data: Any, count: int, group: Group, indices: Sequence[int] = ()) -> bool:
     """Whether all ranks have the same data, by their number and some of the examples.
 
     Args:
@@ -182,7 +182,7 @@ def _is_same(data: Any, count: int, ranks: Ranks, indices: Sequence[int] = ()) -
     places = [k * (count - 1) // max(1, _LOOKED_AT - 1) for k in range(_LOOKED_AT)] if count else []
     fixed = is_fixed(data)
     looked = [cut(data, slice(k, k + 1)) if fixed else data[k] for k in sorted(set(places))]
-    return same_everywhere(ranks, (count, indices, _plain(looked)))
+    return same_everywhere(group, (count, indices, _plain(looked)))
 
 
 def _plain(value: Any) -> Any:
@@ -233,37 +233,37 @@ class TrainingData:
         dtype: torch.dtype,
         budget: int,
         report: Callable[[int, str], None] = lambda done, what: None,
-        ranks: Ranks | None = None,
+        group: Group | None = None,
         counted: Counted = lambda targets: None,
     ) -> None:
         data = as_tensors(data)
         check_can_be_read_again(data)
-        ranks = ranks or Ranks()
-        part = own_part(data, ranks)
-        self._data, self.source, self._rank = part.data, part.source, ranks.rank
+        group = group or Group()
+        part = own_part(data, group)
+        self._data, self.source, self._rank = part.data, part.source, group.rank
         self._passes = 0
         self._device = device
         self._dtype = dtype
         self._counted = counted
         signature, left_out = self._look(budget, report)
-        everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature, left_out))
+        everywhere = group.gather((self.num_here, self._fingerprint_here, signature, left_out))
         gone = [places for *_, places in everywhere]
         self.left_out = sum(map(len, gone))
         if self.left_out and part.pick is not None:  # split the others alone, so that all get some
             counts = torch.ones(sum(found[0] for found in everywhere) + self.left_out).bool()
             for rank, places in enumerate(gone):
-                counts[places * ranks.count + rank] = False
-            self._data = part.among(counts.nonzero().squeeze(1).tolist(), ranks).data
+                counts[places * group.size + rank] = False
+            self._data = part.among(counts.nonzero().squeeze(1).tolist(), group).data
             signature, left_out = self._look(budget, report)
-            everywhere = ranks.gather((self.num_here, self._fingerprint_here, signature, left_out))
+            everywhere = group.gather((self.num_here, self._fingerprint_here, signature, left_out))
         if signature is None:
             why = f"all {self.left_out} have no target" if self.left_out else "the data are empty"
             raise DataError(f"Data: expected at least one example, got none: {why}.")
         if any(found[2] is None for found in everywhere):
-            ranks.gather(None)  # raises the error of the rank that has none
-        if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < ranks.count:
+            group.gather(None)  # raises the error of the rank that has none
+        if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < group.size:
             raise DataError(
-                f"Data: expected a part of them on each of {ranks.count} ranks, got the same "
+                f"Data: expected a part of them on each of {group.size} ranks, got the same "
                 f"{self.num_here} examples on all. Split the stream by rank, or give a Dataset, "
                 "which is split here."
             )

@@ -136,7 +136,7 @@ class ParameterSpace:
         return sum(self.sizes)
 
     @property
-    def places(self) -> dict[str, slice]:
+    def slices(self) -> dict[str, slice]:
         """Where in the flat vector each parameter is."""
         ends = list(accumulate(self.sizes))
         return {

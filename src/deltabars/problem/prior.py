@@ -23,7 +23,7 @@ _SAME = 1e-9  # relative: levels of parameters that are meant to be one
 
 
 @dataclass(frozen=True)
-class Decay:
+class Prior:
     """The λ of a set of parameters.
 
     Attributes:
@@ -39,7 +39,7 @@ class Decay:
     @classmethod
     def read(
         cls, l2: Any, space: ParameterSpace, scales: Mapping[str, float] | None = None
-    ) -> Decay:
+    ) -> Prior:
         """Check what was given, for the parameters of `space`.
 
         Args:
@@ -73,11 +73,11 @@ class Decay:
             )
         return cls(given, levels[0], scales)
 
-    def times(self, factor: float) -> Decay:
+    def times(self, factor: float) -> Prior:
         """All λs times a number."""
         if factor == 1:
             return self
-        return Decay(scaled(self.given, factor), factor * self.level, self.scales)
+        return Prior(scaled(self.given, factor), factor * self.level, self.scales)
 
 
 def scaled(l2: L2, factor: float) -> L2:

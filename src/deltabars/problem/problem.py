@@ -23,9 +23,9 @@ from deltabars.problem.data import TrainingData
 from deltabars.problem.inputs import Inputs, Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2, Decay
+from deltabars.problem.prior import L2, Prior
 from deltabars.problem.silence import Units
-from deltabars.runtime.distributed import Ranks, check_same_options, current
+from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, share, shared_budget
 from deltabars.runtime.vectors import Spaces
 
@@ -51,21 +51,21 @@ class Totals:
     right: float
     moments: Tensor
 
-    def over(self, ranks: Ranks) -> Totals:
+    def over(self, group: Group) -> Totals:
         """The totals of all ranks.
 
         Raises:
             DataError: none of the examples counts.
         """
-        parts = ranks.gather((self.loss, self.weight, self.right))
+        parts = group.gather((self.loss, self.weight, self.right))
         loss, weight, right = (math.fsum(column) for column in zip(*parts, strict=True))
         if not weight > 0:
             raise DataError(
                 "Targets: expected examples that count, got weight 0 for every class in the data. "
                 "Give each class a weight above zero."
             )
-        moments = ranks.sum_(self.moments)
-        return Totals(loss, weight, ranks.sum_(self.gradient), right, moments)
+        moments = group.sum_(self.moments)
+        return Totals(loss, weight, group.sum_(self.gradient), right, moments)
 
 
 def add_up(
@@ -207,7 +207,7 @@ class Problem:
     Attributes:
         likelihood: with weights, if any, of mean one over the data.
         given_l2: λ as it was given.
-        decay: λ of the cost above: that one, unless a loss module reduces in another way.
+        prior: λ of the cost above: that one, unless a loss module reduces in another way.
         train_accuracy: of the labels that the model predicts for its training data; None where
             targets are none.
         constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
@@ -232,7 +232,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2 | Decay | None = None,
+        l2: L2 | Prior | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -244,15 +244,15 @@ class Problem:
     ) -> None:
         loss = read_loss(likelihood)
         self.likelihood = loss.likelihood
-        self.ranks = current()
+        self.group = current_group()
         network = model
         if not isinstance(network, Network):
             network = Network.capture(network, parameters, device, dtype, deterministic)
-        given = l2 if isinstance(l2, Decay) else Decay.read(l2, network.parameters)
+        given = l2 if isinstance(l2, Prior) else Prior.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
         self._check_same_everywhere((loss.divided_by, loss.multiple))
-        self.memory_budget = shared_budget(memory_budget, self.device, self.ranks)
+        self.memory_budget = shared_budget(memory_budget, self.device, self.group)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
                 f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
@@ -260,7 +260,7 @@ class Problem:
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
         self.data = TrainingData(
-            data, self.device, self.dtype, room, report, self.ranks, self.likelihood.counted
+            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted
         )
         self.num_outputs = 0  # until the model is probed
         advice = _advice_on_integers(self.data.signature)
@@ -277,7 +277,7 @@ class Problem:
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
-            self.units = Units(self.network, self.ranks)
+            self.units = Units(self.network, self.group)
             totals = self._read_losses(report)
             self.mean_loss = totals.loss / totals.weight
             right = totals.right / self.num_examples
@@ -287,9 +287,9 @@ class Problem:
             )
             self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
             factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
-            self.decay = given.times(factor)
+            self.prior = given.times(factor)
             self.reached = self.units.reached(first.inputs, totals.gradient)
-            self.spaces = Spaces.of(self.num_parameters, self.reached, self.ranks)
+            self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
 
     @property
     def parameters(self) -> ParameterSpace:
@@ -313,8 +313,8 @@ class Problem:
 
     @property
     def l2(self) -> float:
-        """λ, in the coordinates that derivatives are taken in (see `Decay`)."""
-        return self.decay.level
+        """λ, in the coordinates that derivatives are taken in (see `Prior`)."""
+        return self.prior.level
 
     @property
     def penalty(self) -> float:
@@ -447,18 +447,18 @@ class Problem:
             "dtype": network.dtype,
             "device": network.device.type,
         }
-        check_same_options(self.ranks, options)
+        check_same_options(self.group, options)
 
     def _check_same_function(self, batch: Batch) -> None:
         """Refuse a rank whose model gives other outputs for the first rank's inputs."""
-        if self.ranks.count == 1:
+        if self.group.size == 1:
             return
         few = batch.rows(slice(0, 3)).inputs
         few = map_leaves(
-            lambda leaf: leaf.to(self.device), self.ranks.agreed(map_leaves(Tensor.cpu, few))
+            lambda leaf: leaf.to(self.device), self.group.agreed(map_leaves(Tensor.cpu, few))
         )
         found = self.network.outputs(dict(self.network.trained), few).cpu()
-        first, *others = self.ranks.gather(found)
+        first, *others = self.group.gather(found)
         for rank, other in enumerate(others, 1):
             same = other.shape == first.shape and torch.allclose(
                 other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
@@ -525,7 +525,7 @@ class Problem:
             self.units.watch,
             lambda done: report(done, f"gradient of {self.num_examples}"),
         )
-        totals = totals.over(self.ranks)
+        totals = totals.over(self.group)
         if totals.weight != self.num_examples:
             self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
         return totals

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltabars.problem.inputs import Inputs, leaves
 from deltabars.problem.network import Network, weighted_sum
-from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ran_out
 
 RELUS = {F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
@@ -410,8 +410,8 @@ _AGREE = {torch.float32: 1e-3, torch.float64: 1e-9}
 class Units:
     """Which units of a network any of the examples switch on."""
 
-    def __init__(self, network: Network, ranks: Ranks) -> None:
-        self._network, self._ranks = network, ranks
+    def __init__(self, network: Network, group: Group) -> None:
+        self._network, self._group = network, group
         self._layers: list[Layer] | None = None
         self._route: list[tuple[str, ...]] = []
         self._kept: list[Kept] = []
@@ -464,7 +464,7 @@ class Units:
                 raise
             part = torch.full_like(whole, torch.inf)
         agree = float((part - whole).norm()) <= _AGREE[whole.dtype] * float(whole.norm())
-        if not all(self._ranks.gather(agree)):
+        if not all(self._group.gather(agree)):
             return None
         everything = {
             name: torch.ones_like(value, dtype=torch.bool)
@@ -480,10 +480,10 @@ class Units:
     def _seen_anywhere(self) -> list[Layer]:
         """What all ranks have seen; nothing where they differ in their way through the network."""
         own = self._layers or []
-        if self._ranks.count == 1:
+        if self._group.size == 1:
             return own
         mine = self._route, [layer.to("cpu") for layer in own]
-        (route, merged), *others = self._ranks.gather(mine)
+        (route, merged), *others = self._group.gather(mine)
         for other, layers in others:
             if other != route or _shapes(layers) != _shapes(merged):
                 return []

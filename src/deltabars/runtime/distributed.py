@@ -35,10 +35,10 @@ class Columns:
     rank: int = 0
 
     @classmethod
-    def even(cls, size: int, ranks: Ranks) -> Columns:
+    def even(cls, size: int, group: Group) -> Columns:
         """Ranges of one length, but for the last ones."""
-        each = -(-size // ranks.count)
-        return cls(tuple(min(each * k, size) for k in range(ranks.count + 1)), ranks.rank)
+        each = -(-size // group.size)
+        return cls(tuple(min(each * k, size) for k in range(group.size + 1)), group.rank)
 
     @property
     def own(self) -> slice:
@@ -155,10 +155,10 @@ class Watch:
             elif heard != _OVER and now - since > (_SILENCE if heard else _ARRIVAL):
                 self._publish(self._silence([other]) if heard else self._absence(other))
 
-    def _silence(self, ranks: list[int]) -> str:
+    def _silence(self, group: list[int]) -> str:
         return (
             f"Ranks: expected all {self._count} to be there, got nothing any more from "
-            f"{_named(ranks)}, which was killed or has lost its connection. Start again; a "
+            f"{_named(group)}, which was killed or has lost its connection. Start again; a "
             "checkpoint is gone on with, on fewer ranks if need be."
         )
 
@@ -200,8 +200,8 @@ def _store() -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _named(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+def _named(group: list[int]) -> str:
+    return ("rank " if len(group) == 1 else "ranks ") + ", ".join(map(str, group))
 
 
 # torch 2.13 has other names for them.
@@ -211,18 +211,18 @@ _FAREWELL = 1.5  # seconds
 _LONGEST_NAP = 2e-3  # seconds between two looks at a message that is under way
 
 
-class Ranks:
+class Group:
     """One process alone: everything that has to be shared is shared already.
 
     Attributes:
-        rank: of this process, 0 to count − 1.
-        count: how many there are.
+        rank: of this process, 0 to size − 1.
+        size: how many there are.
         messages: how many collective operations there were.
         bytes: that this rank has given into them.
     """
 
     rank = 0
-    count = 1
+    size = 1
 
     def __init__(self) -> None:
         self.messages = 0
@@ -274,12 +274,12 @@ class Ranks:
         return rows
 
 
-class _Group(Ranks):
+class _ProcessGroup(Group):
     """The ranks of the default process group."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._watch: Watch | None = None
         self._sessions = 0
         self._number = next(_NUMBERS)  # a store may outlive its group
@@ -295,7 +295,7 @@ class _Group(Ranks):
             yield
             return
         self._sessions += 1
-        watch = Watch(self.rank, self.count, f"{self._number}/{self._sessions}")
+        watch = Watch(self.rank, self.size, f"{self._number}/{self._sessions}")
         self._watch = watch
         try:
             yield
@@ -328,10 +328,10 @@ class _Group(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         own = self._tensor(value)
-        sizes = torch.empty(self.count, dtype=torch.int64, device=own.device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=own.device)
         self._send(_GATHER, sizes, torch.tensor([len(own)], device=own.device))
         sent = _padded(own[None], int(sizes.max()))
-        held = sent.new_empty(self.count, sent.shape[1])
+        held = sent.new_empty(self.size, sent.shape[1])
         self._send(_GATHER, held, sent)
         return [_object(part[:size]) for part, size in zip(held, sizes.tolist(), strict=True)]
 
@@ -339,16 +339,16 @@ class _Group(Ranks):
         rows, widths = part.shape[0], columns.widths
         self._check_device(part)
         sent = _padded(part, max(widths))
-        found = sent.new_empty(self.count * rows, max(widths))
+        found = sent.new_empty(self.size * rows, max(widths))
         self._send(_GATHER, found, sent)
-        parts = found.view(self.count, rows, max(widths))
+        parts = found.view(self.size, rows, max(widths))
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
     def summed_columns(self, whole: Tensor, columns: Columns) -> Tensor:
         widths = columns.widths
         if not (self._has_nccl and whole.is_cuda):  # Gloo's own is an all-reduce and more
             return self.sum_(whole)[:, columns.own].contiguous()
-        sent = whole.new_zeros(self.count, len(whole), max(widths))
+        sent = whole.new_zeros(self.size, len(whole), max(widths))
         for place, part in zip(sent, whole.split(widths, dim=1), strict=True):
             place[:, : part.shape[1]] = part
         sent = sent.flatten(0, 1)
@@ -417,22 +417,22 @@ class _Group(Ranks):
             if self._watch is not None:
                 self._watch.find_out()
             raise RankError(
-                f"Ranks: expected a message between {self.count} of them, got an error "
+                f"Ranks: expected a message between {self.size} of them, got an error "
                 f"({first_line(error).rstrip('.')}). Look at the output of the others."
             ) from error
 
 
-def current() -> Ranks:
+def current_group() -> Group:
     """The ranks of torch's default process group; one that is alone without a group."""
     if _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized()):
-        return Ranks()
+        return Group()
     if dist.get_world_size() == 1:
-        return Ranks()
+        return Group()
     group = dist.group.WORLD
     found = _GROUPS.get(id(group))
     if found is None or found[0] is not group:
         _GROUPS.clear()  # those of groups that are no more
-        found = _GROUPS[id(group)] = (group, _Group())
+        found = _GROUPS[id(group)] = (group, _ProcessGroup())
     return found[1]
 
 
@@ -455,7 +455,7 @@ def alone() -> Iterator[None]:
 
 
 _NUMBERS = itertools.count(1)
-_GROUPS: dict[int, tuple[Any, _Group]] = {}
+_GROUPS: dict[int, tuple[Any, _ProcessGroup]] = {}
 _IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
 
 
@@ -469,13 +469,13 @@ def _padded(part: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(part, (0, width - part.shape[1]))
 
 
-def same_everywhere(ranks: Ranks, value: Any) -> bool:
+def same_everywhere(group: Group, value: Any) -> bool:
     """Whether all ranks have the same value."""
-    values: Sequence[Any] = ranks.gather(value)
+    values: Sequence[Any] = group.gather(value)
     return all(other == values[0] for other in values)
 
 
-def check_same_options(ranks: Ranks, values: Mapping[str, Any]) -> None:
+def check_same_options(group: Group, values: Mapping[str, Any]) -> None:
     """Refuse other values on one rank than on another, before anything of their size is sent.
 
     Messages of different lengths would end the process.
@@ -487,7 +487,7 @@ def check_same_options(ranks: Ranks, values: Mapping[str, Any]) -> None:
         name: hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
         for name, value in values.items()
     }
-    first, *others = ranks.gather(digests)
+    first, *others = group.gather(digests)
     for rank, other in enumerate(others, 1):
         names = [name for name in values if other[name] != first[name]]
         if names:
@@ -506,14 +506,14 @@ class Numbers:
     All ranks make it together, and use it within `Ranks.together`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._alone = itertools.count()
-        self._prefix = ranks.agreed(f"deltabars/numbers/{secrets.token_hex(8)}")
+        self._prefix = group.agreed(f"deltabars/numbers/{secrets.token_hex(8)}")
 
     def next(self) -> int:
         """The next number that no other rank has."""
-        if self._ranks.count == 1:
+        if self._group.size == 1:
             return next(self._alone)
         return self._add("given", 1) - 1
 
@@ -523,15 +523,15 @@ class Numbers:
         Raises:
             RankError: one of them has failed.
         """
-        if self._ranks.count == 1:
+        if self._group.size == 1:
             return
         self._add("done", 1)
-        while self._add("done", 0) < self._ranks.count:
-            self._ranks.check()
+        while self._add("done", 0) < self._group.size:
+            self._group.check()
             time.sleep(_PAUSE)
 
     def _add(self, name: str, count: int) -> int:
-        self._ranks.check()
+        self._group.check()
         try:
             store = distributed_c10d._get_default_store()
             return int(store.add(f"{self._prefix}/{name}", count))

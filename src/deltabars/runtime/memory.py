@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError, option
-from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.distributed import Group
 
 Result = TypeVar("Result")
 
@@ -48,16 +48,16 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
     return memory_budget
 
 
-def shared_budget(memory_budget: int | None, device: torch.device, ranks: Ranks) -> int:
+def shared_budget(memory_budget: int | None, device: torch.device, group: Group) -> int:
     """The same for each of several ranks: what is free is divided by those on one device.
 
     The least of all ranks, because what one keeps decides for all how far a basis grows.
     """
     budget = resolve_budget(memory_budget, device)
-    places = ranks.gather((platform.node(), _identity(device)))
-    alike = [place for place in places if place == places[ranks.rank]]
+    places = group.gather((platform.node(), _identity(device)))
+    alike = [place for place in places if place == places[group.rank]]
     each = budget if memory_budget is not None else budget // len(alike)
-    return min(ranks.gather(each))
+    return min(group.gather(each))
 
 
 def read_bytes(given: Any, name: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from deltabars.errors import BadValueError
-from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.distributed import Group
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -27,16 +27,16 @@ class Deadline:
         started: since when, by `time.monotonic`; now by default.
     """
 
-    def __init__(self, seconds: float | None, ranks: Ranks, started: float | None = None) -> None:
+    def __init__(self, seconds: float | None, group: Group, started: float | None = None) -> None:
         self._started = time.monotonic() if started is None else started
-        self._seconds, self._ranks = seconds, ranks
+        self._seconds, self._group = seconds, group
 
     def is_over(self, ahead: float = 0.0) -> bool:
         """Whether it is over, or will be in some seconds. One small message, where it matters."""
         if self._seconds is None:
             return False
         left = self._started + self._seconds - time.monotonic()
-        return bool(self._ranks.agreed(left <= ahead))
+        return bool(self._group.agreed(left <= ahead))
 
     def first_of(self, parts: int) -> Deadline:
         """That of the first of several computations, which share the time that is left evenly."""
@@ -44,7 +44,7 @@ class Deadline:
             return self
         now = time.monotonic()
         left = self._started + self._seconds - now
-        return Deadline(left / parts, self._ranks, now)
+        return Deadline(left / parts, self._group, now)
 
 
 def check_seconds(seconds: Any) -> float | None:

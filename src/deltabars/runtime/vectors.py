@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import StorageError
-from deltabars.runtime.distributed import Columns, Ranks
+from deltabars.runtime.distributed import Columns, Group
 
 _STRETCH = 512
 # Small products of many stretches are computed together, up to so many numbers.
@@ -69,13 +69,13 @@ class Space:
     """
 
     size: int
-    ranks: Ranks = field(default_factory=Ranks)
+    group: Group = field(default_factory=Group)
     columns: Columns = field(default_factory=lambda: Columns(()))
 
     @property
     def own(self) -> slice:
         """The columns that are here."""
-        return self.columns.own if self.ranks.count > 1 else slice(0, self.size)
+        return self.columns.own if self.group.size > 1 else slice(0, self.size)
 
     @property
     def width(self) -> int:
@@ -87,11 +87,11 @@ class Space:
 
         Cost: one message.
         """
-        return self.ranks.sum_(inner(a, b))
+        return self.group.sum_(inner(a, b))
 
     def sum_(self, parts: Tensor) -> Tensor:
         """Numbers that each rank has a part of, in place."""
-        return self.ranks.sum_(parts)
+        return self.group.sum_(parts)
 
     def agree_(self, found: Tensor) -> Tensor:
         """A small result as the first rank has it, in place.
@@ -99,7 +99,7 @@ class Space:
         The last bits of a decomposition may differ from machine to machine, and where eigenvalues
         repeat, its vectors differ with them.
         """
-        return found if found.numel() == 1 else self.ranks.agree_(found)
+        return found if found.numel() == 1 else self.group.agree_(found)
 
     def dealt(
         self, blocks: Iterable[Tensor], device: torch.device, dtype: torch.dtype
@@ -108,16 +108,16 @@ class Space:
 
         The ranks may have different numbers of rows. Cost: five messages a block.
         """
-        if self.ranks.count == 1:
+        if self.group.size == 1:
             yield from blocks
             return
         nothing = torch.zeros(0, self.size, device=device, dtype=dtype)
         own = iter(blocks)
         while True:
             block = next(own, None)
-            if not any(self.ranks.gather(block is not None)):
+            if not any(self.group.gather(block is not None)):
                 return
-            yield self.ranks.exchanged(nothing if block is None else block, self.columns)
+            yield self.group.exchanged(nothing if block is None else block, self.columns)
 
     def random_rows(
         self, count: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
@@ -137,37 +137,39 @@ class Spaces:
     Attributes:
         whole: ℝᴾ.
         reached: ℝᴾ', of which each rank has what lies in its range of ℝᴾ.
-        places: where in ℝᴾ the columns of the second are, (P',), ascending; None for everywhere.
+        indices: where in ℝᴾ the columns of the second are, (P',), ascending; None for everywhere.
     """
 
     whole: Space
     reached: Space
-    places: Tensor | None
+    indices: Tensor | None
 
     @classmethod
-    def of(cls, size: int, places: Tensor | None, ranks: Ranks) -> Spaces:
+    def of(cls, size: int, indices: Tensor | None, group: Group) -> Spaces:
         """Both, shared out between ranks."""
-        columns = Columns.even(size, ranks)
-        count = size if places is None else len(places)
-        return cls(Space(size, ranks, columns), Space(count, ranks, columns.among(places)), places)
+        columns = Columns.even(size, group)
+        count = size if indices is None else len(indices)
+        return cls(
+            Space(size, group, columns), Space(count, group, columns.among(indices)), indices
+        )
 
     @property
-    def places_here(self) -> Tensor | None:
-        """The places of this rank's columns of the second among its columns of the first."""
-        if self.places is None:
+    def indices_here(self) -> Tensor | None:
+        """The indices of this rank's columns of the second among its columns of the first."""
+        if self.indices is None:
             return None
-        return self.places[self.reached.own] - self.whole.own.start
+        return self.indices[self.reached.own] - self.whole.own.start
 
     def put_back(self, rows: Tensor) -> Tensor:
         """Rows (b, p') in the second among zeros in the first, (b, p)."""
-        here = self.places_here
+        here = self.indices_here
         if here is None:
             return rows
         return rows.new_zeros(len(rows), self.whole.width).index_copy_(1, here, rows)
 
     def picked(self, rows: Tensor) -> Tensor:
         """Of rows (b, p) in the first their columns in the second, (b, p')."""
-        here = self.places_here
+        here = self.indices_here
         return rows if here is None else rows.index_select(1, here)
 
 
@@ -206,7 +208,7 @@ class ShardedVectors:
     def __reduce__(self) -> Any:
         raise StorageError(
             f"Eigenvectors: expected whole ones to be copied or pickled, got those that "
-            f"{self.space.ranks.count} ranks share. Save the fit, and load it where it is wanted."
+            f"{self.space.group.size} ranks share. Save the fit, and load it where it is wanted."
         )
 
     def first(self, count: int) -> ShardedVectors:
@@ -220,14 +222,14 @@ class ShardedVectors:
         wanted = Columns(tuple(bounds), self.space.columns.rank)
         shift = start - self.space.own.start
         own = self.part[:, slice(wanted.own.start + shift, wanted.own.stop + shift)]
-        return self.space.ranks.all_columns(own, wanted)
+        return self.space.group.all_columns(own, wanted)
 
     def whole(self) -> Tensor:
         """All of them on every rank, (K, P)."""
         return self.columns(slice(None))
 
 
-def ranks_of(spectra: Mapping[str, Any]) -> Ranks:
+def group_of(spectra: Mapping[str, Any]) -> Group:
     """The ranks that the eigenvectors of a fit are shared out between; one alone if they are not.
 
     Args:
@@ -235,8 +237,8 @@ def ranks_of(spectra: Mapping[str, Any]) -> Ranks:
     """
     for pairs in spectra.values():
         if isinstance(pairs.vectors, ShardedVectors):
-            return pairs.vectors.space.ranks
-    return Ranks()
+            return pairs.vectors.space.group
+    return Group()
 
 
 def here(vectors: Any, start: int, stop: int) -> tuple[Any, int, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deltabars.errors import CheckpointInUseError, StorageError
-from deltabars.runtime.distributed import Ranks
+from deltabars.runtime.distributed import Group
 
 if sys.platform == "win32":  # where files in use cannot be replaced anyway
     fcntl: Any = None
@@ -312,7 +312,7 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def write_whole_folder(
-    path: Path, writer: Callable[[Path], object], ranks: Ranks, *, replace: bool
+    path: Path, writer: Callable[[Path], object], group: Group, *, replace: bool
 ) -> None:
     """Write a folder whole or not at all: beside its place, which it then takes from what is there.
 
@@ -326,24 +326,24 @@ def write_whole_folder(
         StorageError: it cannot be written.
     """
     folder = path.absolute()
-    with ranks.together(), ExitStack() as stack:
+    with group.together(), ExitStack() as stack:
         try:
-            drafts = stack.enter_context(drafts_of(folder)) if ranks.is_first else None
-            draft = ranks.agreed(drafts) / folder.name
-            if ranks.is_first:
+            drafts = stack.enter_context(drafts_of(folder)) if group.is_first else None
+            draft = group.agreed(drafts) / folder.name
+            if group.is_first:
                 draft.mkdir()
-            ranks.agreed(None)  # it is there
+            group.agreed(None)  # it is there
             writer(draft)
-            ranks.gather(None)  # all parts of it are
-            if ranks.is_first and replace:
+            group.gather(None)  # all parts of it are
+            if group.is_first and replace:
                 # After those who are adding to what is there.
                 with turn(folder) if folder.is_dir() else nullcontext():
                     take_place(draft, folder)
-            elif ranks.is_first:
+            elif group.is_first:
                 os.replace(draft, folder)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
             reason = error.strerror if isinstance(error, OSError) else None
             raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
         except StorageError as error:
             raise StorageError(str(error).replace(str(draft), str(folder))) from error
-        ranks.agreed(None)  # the folder is in its place
+        group.agreed(None)  # the folder is in its place

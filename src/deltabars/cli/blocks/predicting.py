@@ -36,9 +36,9 @@ from deltabars.errors import BadValueError, CorruptFileError, DataError, Storage
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch
-from deltabars.runtime.distributed import Numbers, Ranks, current
+from deltabars.runtime.distributed import Group, Numbers, current_group
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import ranks_of
+from deltabars.runtime.vectors import group_of
 
 
 @dataclass(frozen=True)
@@ -70,37 +70,37 @@ class Work:
     inputs: Inputs
     folder: Path
     plan: Plan
-    ranks: Ranks
+    group: Group
     asked: Mapping[str, Any]
     batch_size: int | None
 
     def run(self, progress: bool) -> Written:
         """Write all blocks that are not there and, when all ranks are done, the manifest."""
-        found = find_blocks(self.folder, self.plan) if self.ranks.is_first else None
-        there: dict[int, int] = self.ranks.agreed(found)
+        found = find_blocks(self.folder, self.plan) if self.group.is_first else None
+        there: dict[int, int] = self.group.agreed(found)
         own = self._predict(there, progress)
         # Not listed again: on a disk that machines share, a list may be late.
         computed: dict[int, int] = {}
-        for part in self.ranks.gather(own):
+        for part in self.group.gather(own):
             computed |= part
         blocks = dict(sorted((there | computed).items()))
         self._check_all_there(blocks)
-        share = itertools.islice(blocks.items(), self.ranks.rank, None, self.ranks.count)
+        share = itertools.islice(blocks.items(), self.group.rank, None, self.group.size)
         looks = [look_at(self.folder, start, rows) for start, rows in share]
-        seen = sorted(itertools.chain(*self.ranks.gather(looks)), key=lambda look: look.start)
+        seen = sorted(itertools.chain(*self.group.gather(looks)), key=lambda look: look.start)
         shown = summary(seen)
-        if self.ranks.is_first:
+        if self.group.is_first:
             self._close(seen, shown, computed)
-        self.ranks.agreed(None)  # the manifest is there
+        self.group.agreed(None)  # the manifest is there
         files = tuple(block_name(look.start) for look in seen)
         return Written(self.folder, sum(blocks.values()), sum(computed.values()), files, shown)
 
     def _predict(self, there: Mapping[int, int], progress: bool) -> dict[int, int]:
         """Write the blocks that are not there and that no other rank writes: their rows."""
-        if self.ranks.is_first and next(self._missing(there), None) is not None:
+        if self.group.is_first and next(self._missing(there), None) is not None:
             (self.folder / MANIFEST).unlink(missing_ok=True)
         total = self._total(there)
-        numbers, own = Numbers(self.ranks), {}
+        numbers, own = Numbers(self.group), {}
         starts, taken = self._missing(there), -1
         left = None if total is None else total - sum(there.values())
         with Progress("Predicting", left, "input", progress) as bar:
@@ -116,7 +116,7 @@ class Work:
         return own
 
     def _check_all_there(self, blocks: Mapping[int, int]) -> None:
-        counts = {count for count in self.ranks.gather(self.inputs.count) if count is not None}
+        counts = {count for count in self.group.gather(self.inputs.count) if count is not None}
         if len(counts) > 1:
             raise DataError(
                 "Data: expected the same inputs on every rank, got "
@@ -156,7 +156,7 @@ class Work:
         def parts() -> Iterator[Columns]:
             nonlocal rows
             for batch in itertools.chain([first], batches):
-                self.ranks.check()
+                self.group.check()
                 yield self._columns(batch, start + rows)
                 rows += len(batch)
                 bar.show(number * size + rows)
@@ -247,17 +247,17 @@ def predict_to(
         0
     """
     pyarrow()
-    if ranks_of(fit.spectra).count > 1:
+    if group_of(fit.spectra).size > 1:
         raise BadValueError(
             "fit: expected one that each rank has whole, got one whose eigenvectors are shared out "
             "between them. Save it and load it."
         )
-    ranks = current()
-    with ranks.together():
+    group = current_group()
+    with group.together():
         source = data if isinstance(data, Source) else _source(data)
         inputs = inputs_of(source, fit.signature)
-        shown = fit.progress if progress is None else progress
-        quiet = replace(fit, progress=False)
+        shown = fit.state.progress if progress is None else progress
+        quiet = fit.with_progress(False)
         _check_asked(quiet, inputs.first, asked)
         size = _block_size(block_size, inputs.count)
         known = {
@@ -270,14 +270,14 @@ def predict_to(
         place = Path(folder)
         with ExitStack() as stack:
             plan = None
-            if ranks.is_first:
+            if group.is_first:
                 stack.enter_context(held(place))
                 plan = begin(place, wanted, any_size=block_size is None)
-            plan = ranks.agreed(plan)
-            if not ranks.is_first:
+            plan = group.agreed(plan)
+            if not group.is_first:
                 _check_seen(place, replace(wanted, block_size=plan.block_size))
-            work = Work(quiet, source, inputs, place, plan, ranks, asked, batch_size)
-            return work.run(shown and ranks.is_first)
+            work = Work(quiet, source, inputs, place, plan, group, asked, batch_size)
+            return work.run(shown and group.is_first)
 
 
 def _source(data: Any) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,9 @@ def sampled(experiment: Experiment, estimator: str) -> dict[str, Arrays]:
     count = experiment.size.samples
 
     def compute(sampler: Sampler) -> Arrays:
-        stacks = _drawn(experiment, replace(experiment.fit, estimator=estimator), sampler)
+        stacks = _drawn(
+            experiment, DeltaFit(experiment.fit.state.moved(estimator=estimator)), sampler
+        )
         images = experiment.test[0].to(experiment.device)
         arrays = _summary([stack.probabilities(images) for stack in stacks], experiment)
         return arrays | {"std": arrays["std"] / sampler.scatter}

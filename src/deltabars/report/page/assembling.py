@@ -270,7 +270,7 @@ def save_report(
             f"asked: expected estimator, rank, full_rank or classes of fit.predict, got {odd}."
         )
     used = check_asked(
-        fit, **{name: asked[name] for name in ("estimator", "rank") if name in asked}
+        fit.state, **{name: asked[name] for name in ("estimator", "rank") if name in asked}
     )[1]
     steps = choose_ranks(ranks, used)
     library, version = _plotly()

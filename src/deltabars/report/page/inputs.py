@@ -6,7 +6,7 @@ import base64
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -276,7 +276,7 @@ def choose_ranks(ranks: Sequence[int] | None, most: int) -> list[int]:
 
 def silent(fit: DeltaFit) -> DeltaFit:
     """The same fit, which shows no bars of its own."""
-    quiet = replace(fit, progress=False)
+    quiet = fit.with_progress(False)
     kept: dict[str, Any] = {
         name: fit.__dict__[name] for name in ("pullback", "overlap") if name in fit.__dict__
     }

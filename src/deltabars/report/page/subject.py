@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
+from deltabars.fitting.describe import evidence_of
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.prediction.judgement import Evidence, impossible, saturated
+from deltabars.prediction.judgement import impossible, saturated
 from deltabars.prediction.prediction import Prediction
 
 DIGITS = 5  # significant ones: a page shows three or four
@@ -115,7 +116,9 @@ def check_subject(
         prediction = replace(prediction, impossible=wide, saturated=flat)
     if prediction.judgement is None:
         prediction = prediction.judged_by(
-            Evidence.of(fit, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
+            evidence_of(
+                fit.state, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator)
+            )
         )
     known = None if targets is None else _check_targets(fit, prediction, targets)
     return Subject(

@@ -1,0 +1,184 @@
+"""The same seed gives the same bits; and the manifest says what else must be the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import deltabars
+from deltabars.errors import BadValueError, DataError
+from deltabars.runtime.precision import with_own_numbers
+from tests.conftest import cached_case
+
+CASE = cached_case("dense")
+STREAMED = 4096  # bytes: less than the data take, so that every product reads them again
+
+
+def loader(workers, *, shuffle=True, batch_size=7, **options):
+    dataset = TensorDataset(*CASE.data)
+    return DataLoader(
+        dataset, batch_size=batch_size, shuffle=shuffle, num_workers=workers, **options
+    )
+
+
+def fitted(data, estimator="opg", **options):
+    options = {"l2": CASE.l2, "rank": 9, "solver": "krylov", "progress": False, **options}
+    return deltabars.fit(CASE.model, data, estimator=estimator, **options)
+
+
+def assert_same_bits(one, other):
+    assert list(one.spectra) == list(other.spectra)
+    for name, pairs in one.spectra.items():
+        for field in ("values", "vectors", "residuals", "smallest"):
+            assert torch.equal(getattr(pairs, field), getattr(other.spectra[name], field)), field
+    here, there = one.predict(CASE.unseen), other.predict(CASE.unseen)
+    for field in ("mean", "std", "std_error", "score", "moderated", "mutual_information"):
+        assert torch.equal(getattr(here, field), getattr(there, field)), field
+    assert one.diagnostics["mean_loss"] == other.diagnostics["mean_loss"]
+    assert one.diagnostics["manifest"] == other.diagnostics["manifest"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("estimator", ["opg", "sandwich"])
+def test_any_number_of_workers(estimator, shuffle):
+    first, *others = (fitted(loader(n, shuffle=shuffle), estimator) for n in (0, 1, 2))
+    for other in others:
+        assert_same_bits(first, other)
+
+
+def test_workers_that_stay():
+    assert_same_bits(
+        fitted(loader(0)), fitted(loader(2, persistent_workers=True, prefetch_factor=4))
+    )
+
+
+@pytest.mark.parametrize(("workers", "budget"), [(0, None), (2, None), (0, STREAMED)])
+def test_whatever_else_the_program_drew(workers, budget):
+    options = {"memory_budget": budget, "rank": 9 if budget is None else 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        first = fitted(loader(workers), **options)
+        torch.manual_seed(2)
+        torch.randn(5)
+        assert_same_bits(first, fitted(loader(workers), **options))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rank", [9, "auto"])
+def test_the_programs_own_numbers_are_left_alone(workers, rank):
+    before = torch.get_rng_state()
+    fitted(loader(workers), rank=rank).predict(CASE.unseen)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_of_ones_own_decides_for_itself():
+    def order(seed):
+        data = loader(0, generator=torch.Generator().manual_seed(seed))
+        return fitted(data)
+
+    assert_same_bits(order(3), order(3))
+    assert not torch.equal(order(3).spectra["opg"].vectors, order(4).spectra["opg"].vectors)
+
+
+class Trembling(Dataset):
+    """Inputs that are never the same: an augmentation that was left on."""
+
+    def __len__(self):
+        return len(CASE.targets)
+
+    def __getitem__(self, index):
+        return CASE.inputs[index] + torch.randn(4, dtype=torch.float64), CASE.targets[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_inputs_are_still_seen(workers):
+    with pytest.raises(DataError, match="Turn off random augmentation"):
+        fitted(DataLoader(Trembling(), batch_size=7, num_workers=workers))
+
+
+def test_numbers_of_a_pass_begin_at_its_seed():
+    def draws():
+        for _ in range(3):
+            yield torch.rand(1).item()
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        expected = list(draws())
+        torch.manual_seed(77)
+        found = []
+        for number in with_own_numbers(draws(), 5):
+            torch.rand(2)  # between two batches the program draws its own
+            found.append(number)
+        assert found == expected
+        after = torch.rand(1)
+        torch.manual_seed(77)
+        torch.rand(6)
+        assert torch.equal(after, torch.rand(1))
+
+
+def test_deterministic_changes_nothing_on_a_cpu(tmp_path):
+    plain, asked = (fitted(CASE.data, "sandwich", deterministic=each) for each in (False, True))
+    for name, pairs in plain.spectra.items():
+        assert torch.equal(pairs.vectors, asked.spectra[name].vectors)
+    assert not torch.are_deterministic_algorithms_enabled()
+    asked.save(tmp_path / "fit")
+    loaded = deltabars.load(tmp_path / "fit", CASE.model)
+    assert (plain.network.deterministic, loaded.network.deterministic) == (False, True)
+    with pytest.raises(BadValueError, match="deterministic: expected True or False, got 1"):
+        fitted(CASE.data, deterministic=1)
+
+
+class TestManifest:
+    def test_it_is_json_and_goes_with_the_fit(self, tmp_path):
+        fit = fitted(loader(0), "sandwich", memory_budget=10**8)
+        found = fit.diagnostics["manifest"]
+        assert json.loads(json.dumps(found)) == found
+        fit.save(tmp_path / "fit")
+        loaded = deltabars.load(tmp_path / "fit", CASE.model)
+        copies = (loaded, copy.deepcopy(fit), pickle.loads(pickle.dumps(fit)), fit.with_l2(0.1))
+        assert all(each.diagnostics["manifest"] == found for each in copies)
+
+    def test_what_it_says(self):
+        fit = fitted(
+            CASE.data, "ggn", seed=7, l2={"*": 0.05, "*.bias": 0.1}, params=["0.*"],
+            residual_tolerance=1e-6, batch_size=5, dtype=torch.float32,
+        )  # fmt: skip
+        found = fit.diagnostics["manifest"]
+        assert found["deltabars"] == deltabars.__version__
+        assert found["torch"] == torch.__version__
+        assert (found["device"], found["dtype"], found["threads"]) == ("cpu", "torch.float32", 1)
+        assert found["weights"] == fit.state.weights
+        assert found["data"]["num_examples"] == 29
+        assert found["data"]["fingerprint"] == fit.diagnostics["data_fingerprint"]
+        assert found["data"]["inputs"]["shapes"] == [[4]]
+        expected = {
+            "estimator": "ggn", "seed": 7, "l2": {"*": 0.05, "*.bias": 0.1}, "rank": 9,
+            "params": ["0.weight", "0.bias"], "solver": "krylov", "residual_tolerance": 1e-6,
+            "batch_size": 5, "likelihood": "categorical", "deterministic": False,
+            "memory_budget": None, "max_products": None, "smallest": 0,
+        }  # fmt: skip
+        assert expected.items() <= found["options"].items()
+
+    def test_it_differs_where_something_does(self):
+        plain = fitted(CASE.data).diagnostics["manifest"]
+        assert plain == fitted(CASE.data).diagnostics["manifest"]
+        other = CASE.inputs.clone()
+        other[3, 1] += 1e-9
+        changed = {
+            "data": fitted((other, CASE.targets)),
+            "options": fitted(CASE.data, seed=1),
+            "dtype": fitted(CASE.data, dtype=torch.float32),
+        }
+        for name, fit in changed.items():
+            assert fit.diagnostics["manifest"][name] != plain[name]
+
+    def test_a_rank_and_a_loss_as_they_were_given(self):
+        loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+        found = fitted(CASE.data, rank="auto", likelihood=loss).diagnostics["manifest"]["options"]
+        assert found["rank"] == "auto"
+        assert found["likelihood"]["label_smoothing"] == 0.1
