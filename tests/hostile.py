@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import deltabars
-from deltabars.cli import entry as cli
+from deltabars.cli import entry
 from deltabars.cli.options import with_config
 from deltabars.cli.runs import Kept, Run, read_kept
 from deltabars.cli.sources.data import NamedData
@@ -271,7 +271,7 @@ def subjects() -> list[Subject]:
     model = asdict(NamedModel("tests.networks:dense"))
     description = {"format": 1, "manifest": {"torch": "2", "options": {}}, "outputs": 3}
     description |= {"model": model, "data": asdict(NamedData("some.npz")), "classes": ["a", "b"]}
-    _, commands = cli.make_parser()
+    _, commands = entry.make_parser()
 
     def read_fit(path: Path) -> None:
         deltabars.load(path, case.model, progress=False).predict(case.unseen)

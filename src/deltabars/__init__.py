@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -59,30 +61,34 @@ _DEFINED_IN = {
     "load": "fitting.loading",
     "trained": "cli.sources.models",
 }
-# Modules that have a short name beside their own; `ranks`, `blocks` and `checkpoints` are those of
+# Modules that can be imported by a shorter name; `ranks`, `blocks` and `checkpoints` are those of
 # version 0.5, and go with the next one.
-_SHORT = {
-    "distributed": "runtime.distributed",
+_ALIASES = {
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",
     "ranks": "runtime.distributed",
+    "distributed": "runtime.distributed",
     "blocks": "cli.blocks.predicting",
     "checkpoints": "fitting.checkpoints",
 }
 
 
-class _Short(ModuleType):
-    """A module under a short name, imported when it is first used."""
+class _Aliases(MetaPathFinder, Loader):
+    """Imports the modules that have shorter names."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        short = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module(f"deltabars.{_SHORT[short]}"), name)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, alias = name.rpartition(".")
+        return ModuleSpec(name, self) if package == __name__ and alias in _ALIASES else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        alias = module.__name__.rpartition(".")[2]
+        sys.modules[module.__name__] = importlib.import_module(f"{__name__}.{_ALIASES[alias]}")
 
 
-for _name in _SHORT:
-    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _Short(f"{__name__}.{_name}")
+sys.meta_path.append(_Aliases())
 
 
 def __getattr__(name: str) -> Any:

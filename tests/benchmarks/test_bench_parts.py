@@ -82,7 +82,7 @@ class TestMeasuring:
         """In a process of its own: here, memory that was freed before would serve."""
         program = textwrap.dedent("""
             import torch
-            from deltabars.bench.peak import ProcessMeter, read_status
+            from benchmarks.peak import ProcessMeter, read_status
             meter = ProcessMeter()
             meter.reset()
             before = meter.held()

@@ -350,7 +350,7 @@ class TestMismatch:
         """Else the basis would be restarted elsewhere, and last bits would differ."""
         folder = tmp_path / "kept"
         free = {"bytes": 1_200_000}
-        monkeypatch.setattr("deltabars.memory.free_bytes", lambda device: free["bytes"])
+        monkeypatch.setattr("deltabars.runtime.memory.free_bytes", lambda device: free["bytes"])
         once = fit(**SOME)
         kill_after(folder, 60, **SOME)
         free["bytes"] = 1 << 34

@@ -45,7 +45,7 @@ from pathlib import Path
 import deltabars
 from deltabars.cli import main
 from deltabars.report.page import save_report
-from deltabars.sources import NamedData, NamedModel
+from deltabars.cli.sources import NamedData, NamedModel
 
 workshop, out = map(Path, sys.argv[1:])
 model = NamedModel(f"{workshop / 'net.py'}:make", str(workshop / "net.safetensors")).load()

@@ -285,7 +285,7 @@ def test_files_hold_what_the_likelihood_is(kind, tmp_path):
     for name in ("mean", "std", "total_std"):
         now, then = (getattr(f.predict(case.unseen), name) for f in (back, fit))
         assert now is then is None or torch.equal(now, then)
-    stored = deltabars.storage.read_header(tmp_path / "a")["likelihood"]
+    stored = deltabars.storage.format.read_header(tmp_path / "a")["likelihood"]
     assert (stored == "categorical") == (kind == "CE")  # as older versions write and read it
 
 

@@ -79,7 +79,9 @@ def test_stages_are_told_apart_by_name(tmp_path):
 
 def test_seconds_are_those_of_the_computing(tmp_path, monkeypatch):
     ticks = iter([100.0, 102.5])
-    monkeypatch.setattr("deltabars.reproduction.stages.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(
+        "deltabars.recipes.reproduction.stages.time.perf_counter", lambda: next(ticks)
+    )
     said = []
     found = opened(tmp_path, said=said).arrays("spectra", Compute())
     assert float(found["seconds"]) == 2.5

@@ -279,7 +279,7 @@ def test_files_that_cannot_be_written(made, tmp_path):
 def test_plotly_is_asked_for_by_its_extra():
     program = (
         "import sys; sys.modules['plotly'] = None\n"
-        "from deltabars.report.page.saving import _plotly\n"
+        "from deltabars.report.page.assembling import _plotly\n"
         "from deltabars.errors import MissingDependencyError\n"
         "try: _plotly()\n"
         "except MissingDependencyError as error: print(error)"

@@ -80,8 +80,8 @@ def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
 def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
     return program(
-        "from deltabars.cli import make_parser",
-        "from deltabars.commands.completion import script",
+        "from deltabars.cli.entry import make_parser",
+        "from deltabars.cli.completion import script",
         "\nparser, commands = make_parser()",
         f"print(script({options.shell!r}, commands), end='')",
     )

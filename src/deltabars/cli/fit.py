@@ -237,8 +237,8 @@ def python(options: argparse.Namespace) -> str:
     return program(
         "import torch" if "dtype" in arguments else "",
         "import deltabars",
-        "from deltabars.runs import Run",
-        "from deltabars.sources import NamedData, NamedModel",
+        "from deltabars.cli.runs import Run",
+        "from deltabars.cli.sources import NamedData, NamedModel",
         f"\nmodel = {made(named_model(options))}",
         f"data = {made(named_data(options))}",
         "source = data.load()" + ".with_real_targets()" * _is_regression(options),

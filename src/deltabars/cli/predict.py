@@ -80,7 +80,7 @@ def folder_program(options: argparse.Namespace) -> str:
         *fit_lines(
             options,
             "from deltabars.blocks import predict_to",
-            "from deltabars.sources import NamedData",
+            "from deltabars.cli.sources import NamedData",
         ),
         f"data = {made(data)}",
         f"written = {call('predict_to', *arguments, **given, about=about, **asked)}",
@@ -185,7 +185,7 @@ def python(options: argparse.Namespace) -> str:
     """The Python that the command stands for."""
     if is_folder(options.out):
         return folder_program(options)
-    wanted = "from deltabars.tables import columns_of, write_table"
+    wanted = "from deltabars.cli.tables import columns_of, write_table"
     parts = Code("[columns_of(prediction, names, targets, source.classes)]")
     return program(
         *prediction_lines(options, wanted if options.out else ""),

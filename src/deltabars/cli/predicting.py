@@ -46,7 +46,7 @@ def fit_lines(options: argparse.Namespace, *imports: str) -> list[str]:
     device = str(compute_device(options.device))
     return [
         "from dataclasses import replace" if other_model else "",
-        "from deltabars.runs import Run",
+        "from deltabars.cli.runs import Run",
         *imports,
         f"\nrun = {call('Run.open', options.fitted)}",
         f"run = replace(run, model={model})" if other_model else "",
@@ -79,7 +79,7 @@ def prediction_lines(
     asked = arguments_for(options, found)
     predict = call("fit.predict", Code("source.data"), batch_size=options.batch_size, **asked)
     return [
-        *fit_lines(options, *imports, "from deltabars.sources import NamedData"),
+        *fit_lines(options, *imports, "from deltabars.cli.sources import NamedData"),
         f"data = {made(data)}",
         "source = run.load_data(data)",
         f"prediction = {predict}",

@@ -117,7 +117,7 @@ def python(options: argparse.Namespace) -> str:
         name: getattr(options, name) or None for name in ("most_certain", "per_class", "wrong")
     }
     arguments = {"by": options.by, "targets": Code("targets"), **flags}
-    wanted = "from deltabars.tables import columns_of, write_table"
+    wanted = "from deltabars.cli.tables import columns_of, write_table"
     columns = Code("[columns_of(prediction[places], first, given, run.classes)]")
     return program(
         *prediction_lines(

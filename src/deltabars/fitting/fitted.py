@@ -201,7 +201,7 @@ class DeltaFit:
         """Predictions whose error bars are as exact as asked for: `std_error ≤ tolerance·std`.
 
         What the eigenpairs leave open is closed by conjugate gradients on the training data
-        (`deltabars.eigen.enclosing`). The interval is a theorem: no eigenvalue of G and GGN is
+        (`deltabars.eigen.quadrature`). The interval is a theorem: no eigenvalue of G and GGN is
         below λ, and more it does not need.
 
         Args:
@@ -241,12 +241,12 @@ class DeltaFit:
 
         Args:
             data: for `"validation"`: inputs and targets that were not trained on.
-            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see `deltabars.tuning`), or
+            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see `deltabars.fitting.tuning`), or
                 `"validation"`: the mean loss of moderated predictions.
 
         Returns:
             A Tuning: `l2`, the `fit` with it, and the curve with its interval, to be drawn by
-            `deltabars.report.tuning.save_tuning`. Cost: K operations a λ, or one prediction.
+            `deltabars.report.spectra.save_tuning`. Cost: K operations a λ, or one prediction.
         """
         return tune_l2(self.state, data, method, self.with_l2)
 

@@ -218,7 +218,7 @@ def predict_to(
 
     Args:
         fit: on each rank the same, such as one that was loaded.
-        data: as for `DeltaFit.predict`, or a `deltabars.sources.Source`, which has names; in the
+        data: as for `DeltaFit.predict`, or a `deltabars.cli.sources.Source`, which has names; in the
             same order on every pass. Memory holds a batch at a time.
         folder: a new one, or one that this was begun in.
         block_size: inputs a file; chosen by the number of inputs by default, 10,000 at the most.
