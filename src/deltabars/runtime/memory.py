@@ -1,8 +1,7 @@
-"""How much memory a computation may take, and what to do when there is less."""
+"""Memory budgets, and what to do when memory runs out."""
 
 from __future__ import annotations
 
-import platform
 import re
 import warnings
 from collections import deque
@@ -14,31 +13,29 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError, option
-from deltabars.runtime.distributed import Group
 
 Result = TypeVar("Result")
 
-# Bytes that one chunk of work takes where there is enough memory: on a CPU little more than its
-# caches, on a GPU enough to keep it busy.
+# Bytes of one chunk of work where memory is plentiful: on a CPU little more than its caches, on a
+# GPU enough to keep it busy.
 _NOMINAL = {"cpu": 1 << 28}
 _NOMINAL_ELSEWHERE = 1 << 34
-
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-# What may take which part of the budget. Together they make up the whole.
+# The parts of the budget, in eighths.
 DATA, KEPT, BASIS, CHUNK = "data", "kept between products", "Krylov basis", "chunk"
 _EIGHTHS = {DATA: 1, KEPT: 3, BASIS: 2, CHUNK: 2}
 
 
 def share(budget: int, of: str) -> int:
-    """The bytes of a budget that one of DATA, KEPT, BASIS and CHUNK may take."""
+    """Return the bytes of a budget for one of DATA, KEPT, BASIS and CHUNK."""
     return budget * _EIGHTHS[of] // 8
 
 
 def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
-    """The bytes to stay within: the given number, or half of what is free on the device."""
+    """Return the given number of bytes, or half of what is free on the device."""
     if memory_budget is None:
         return free_bytes(device) // 2
     if isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0:
@@ -48,23 +45,11 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
     return memory_budget
 
 
-def shared_budget(memory_budget: int | None, device: torch.device, group: Group) -> int:
-    """The same for each of several ranks: what is free is divided by those on one device.
-
-    The least of all ranks, because what one keeps decides for all how far a basis grows.
-    """
-    budget = resolve_budget(memory_budget, device)
-    places = group.gather((platform.node(), _identity(device)))
-    alike = [place for place in places if place == places[group.rank]]
-    each = budget if memory_budget is not None else budget // len(alike)
-    return min(group.gather(each))
-
-
 def read_bytes(given: Any, name: str) -> int:
-    """A number of bytes: 8000000000, "8GB", "500MiB".
+    """Read a number of bytes: 8000000000, "8GB", "500MiB".
 
     Raises:
-        BadValueError: it is none, or not above zero.
+        BadValueError: it is not a number of bytes above zero.
     """
     found = _BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
     if found is not None:
@@ -75,15 +60,8 @@ def read_bytes(given: Any, name: str) -> int:
     return given
 
 
-def _identity(device: torch.device) -> str:
-    """What tells a device of a machine from others: each process may see its GPU as the first."""
-    if device.type != "cuda":
-        return device.type
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def free_bytes(device: torch.device) -> int:
-    """The memory that is free on a device now."""
+    """Return the memory that is free on a device now."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
@@ -91,16 +69,16 @@ def free_bytes(device: torch.device) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {name: value.split()[0] for name, _, value in (x.partition(":") for x in lines)}
         return int(kilobytes["MemAvailable"]) * 1024
-    except (OSError, KeyError, ValueError, IndexError):  # not every platform tells
+    except (OSError, KeyError, ValueError, IndexError):  # not on every platform
         return 4 << 30
 
 
 def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.device) -> int:
-    """How many items to work on at a time: at least one, at most `most`.
+    """Return how many items to process at a time: at least one, at most `most`.
 
-    As many as take a nominal amount (a quarter of a gibibyte on a CPU), rounded down to a power of
-    two; fewer only where that is more than a quarter of the budget. So the chunks, and with them
-    the last bits of sums, do not depend on how much memory happens to be free, unless it is scarce.
+    As many as take a nominal amount (256 MiB on a CPU), rounded down to a power of two; fewer only
+    where that is more than a quarter of the budget. So the chunks, and with them the last bits of
+    sums, do not depend on how much memory happens to be free, unless it is scarce.
     """
     nominal = _NOMINAL.get(device.type, _NOMINAL_ELSEWHERE)
     fitting = max(1, min(nominal, share(budget, CHUNK)) // max(1, bytes_per_item))
@@ -108,36 +86,36 @@ def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.devi
 
 
 class Splittable(Protocol):
-    """Some examples that can be worked on in parts."""
+    """Examples that can be processed in parts."""
 
     def __len__(self) -> int: ...
 
     def split(self, size: int) -> Iterator[Self]:
-        """The same examples, at most `size` at a time."""
+        """Yield the same examples, at most `size` at a time."""
 
 
 Examples = TypeVar("Examples", bound=Splittable)
 
 
 class ChunkSize:
-    """How many examples are worked on at a time: half as many each time that memory runs out.
+    """How many examples are processed at a time; halved each time that memory runs out.
 
     Attributes:
         value: the present number.
     """
 
-    def __init__(self, value: int, said: list[str] | None = None) -> None:
+    def __init__(self, value: int, warned: list[str] | None = None) -> None:
         self.value = value
-        self._said: list[str] = [] if said is None else said
+        self._warned: list[str] = [] if warned is None else warned
 
     def at_most(self, value: int) -> ChunkSize:
-        """A number of its own, for work of another kind; what was said once stays said."""
-        return ChunkSize(min(self.value, value), self._said)
+        """Return a separate number for another kind of work; the warning is given once for both."""
+        return ChunkSize(min(self.value, value), self._warned)
 
     def each(
         self, batches: Iterable[Examples], work: Callable[[Examples], Result]
     ) -> Iterator[Result]:
-        """The results of `work` on all examples in turn, at most `value` of them at a time."""
+        """Yield the results of `work` on all examples in turn, at most `value` at a time."""
         for batch in batches:
             waiting = deque(batch.split(self.value))
             while waiting:
@@ -151,24 +129,24 @@ class ChunkSize:
                 waiting.extendleft(reversed(list(part.split(self.value))))
 
     def halve(self, failed: int) -> None:
-        """Go down to half of the number that there was no memory for, and say so once."""
+        """Halve the number of examples that there was no memory for; warn once."""
         if failed <= 1:
             raise NotEnoughMemoryError(
                 "Memory: expected room for one example at a time, got too little. Free some, use "
                 f"a larger device, or choose fewer parameters with {option('params=')}."
             )
         self.value = (failed + 1) // 2
-        if not self._said:
-            self._said.append(
-                f"Memory: expected room for {failed} examples at a time, got too little; going on "
-                f"with {self.value} or fewer. Start there with {option('batch_size=')}, or with "
-                f"a smaller {option('memory_budget=')}."
+        if not self._warned:
+            self._warned.append(
+                f"Memory: expected room for {failed} examples at a time, got too little; "
+                f"continuing with {self.value} or fewer. Start there with "
+                f"{option('batch_size=')}, or with a smaller {option('memory_budget=')}."
             )
-            warnings.warn(self._said[0], MemoryWarning, stacklevel=3)
+            warnings.warn(self._warned[0], MemoryWarning, stacklevel=3)
 
 
 def attempt(work: Callable[[], Result]) -> Result | None:
-    """The result of `work`, or None where memory ran out on the way."""
+    """Return the result of `work`, or None where memory runs out."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -181,7 +159,7 @@ def attempt(work: Callable[[], Result]) -> Result | None:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on a GPU or on a CPU."""
+    """Return whether an error is of memory that could not be had, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
         and any(text in str(error) for text in ("can't allocate memory", "ALLOC_FAILED"))

@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from importlib.util import find_spec
-from numbers import Real
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from deltabars.errors import BadValueError
-from deltabars.runtime.distributed import Group
-
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Deadline:
-    """When a computation is to stop with what it has: never, where no seconds are given.
-
-    Args:
-        seconds: that it may take.
-        ranks: which all go by the clock of the first one.
-        started: since when, by `time.monotonic`; now by default.
-    """
-
-    def __init__(self, seconds: float | None, group: Group, started: float | None = None) -> None:
-        self._started = time.monotonic() if started is None else started
-        self._seconds, self._group = seconds, group
-
-    def is_over(self, ahead: float = 0.0) -> bool:
-        """Whether it is over, or will be in some seconds. One small message, where it matters."""
-        if self._seconds is None:
-            return False
-        left = self._started + self._seconds - time.monotonic()
-        return bool(self._group.agreed(left <= ahead))
-
-    def first_of(self, parts: int) -> Deadline:
-        """That of the first of several computations, which share the time that is left evenly."""
-        if self._seconds is None or parts == 1:
-            return self
-        now = time.monotonic()
-        left = self._started + self._seconds - now
-        return Deadline(left / parts, self._group, now)
-
-
-def check_seconds(seconds: Any) -> float | None:
-    """A limit in seconds, refused unless it is above zero, or None."""
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
-        raise BadValueError(
-            f"max_seconds: expected a number above zero, such as 600, got {seconds!r}."
-        )
-    return float(seconds) if seconds < math.inf else None
-
-
 class Progress:
-    """One long loop: `with Progress("Hessian", total, "pair") as bar: bar.show(done, note)`.
+    """Show one long loop: `with Progress("Hessian", total, "pair") as bar: bar.show(done, note)`.
 
     Args:
         title: what is being done.
@@ -101,7 +56,7 @@ class Progress:
         """Report that `done` units are finished, with a note such as the products so far.
 
         Args:
-            seconds: that are left; by default as the units so far took.
+            seconds: that are left; estimated from the units so far by default.
         """
         if not self._enabled:
             return
@@ -110,25 +65,19 @@ class Progress:
             self._bar.update(done - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._printed >= _SECONDS_BETWEEN_LINES:
-            self._printed = now
-            elapsed = now - self._started
-            of, left = "", ""
-            if self._total:
-                of = f"/{self._total}"
-                if seconds is None and done:
-                    seconds = elapsed * (self._total - done) / done
-            if seconds is not None:
-                left = f", about {seconds:.0f} s left"
-            extra = f", {note}" if note else ""
-            print(
-                f"{self._title}: {done}{of} {self._unit}s{extra}, {elapsed:.0f} s{left}",
-                file=self._stream,
-                flush=True,
-            )
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        elapsed = now - self._started
+        if seconds is None and self._total and done:
+            seconds = elapsed * (self._total - done) / done
+        of = f"/{self._total}" if self._total else ""
+        extra = f", {note}" if note else ""
+        left = "" if seconds is None else f", about {seconds:.0f} s left"
+        self.line(f"{self._title}: {done}{of} {self._unit}s{extra}, {elapsed:.0f} s{left}")
 
-    def say(self, text: str) -> None:
-        """Show a line that stays."""
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
         if self._enabled and self._bar is not None and not self._in_notebook:
             self._bar.write(text, file=self._stream)
         elif self._enabled:
@@ -146,7 +95,7 @@ class Progress:
 
 
 def _bar_class(in_notebook: bool) -> Any:
-    """A widget in a notebook that has widgets, else a line of text that is written over."""
+    """Return a widget in a notebook that has widgets, else a line of text that is written over."""
     if in_notebook and find_spec("ipywidgets") is not None:  # without them tqdm.auto warns
         from tqdm.auto import tqdm as widget
 

@@ -1,0 +1,288 @@
+"""Process groups: the collectives that a fit needs, on torch.distributed.
+
+`current_group()` is the default process group of torch, or a group of this process alone, whose
+collectives do nothing. A process that fails ends its collectives with an error in the others:
+that is the business of the launcher (torchrun) and of the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deltabars.errors import BadValueError, DeltaBarsError, ProcessError, first_line, option
+from deltabars.runtime.fingerprint import fingerprint
+
+# torch 2.13 has other names for them.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of rows (b, P) that each process holds: contiguous ranges, in rank order.
+
+    Attributes:
+        bounds: where each range begins, and P at the end: (R + 1,).
+        rank: of this process.
+    """
+
+    bounds: tuple[int, ...]
+    rank: int = 0
+
+    @classmethod
+    def even(cls, size: int, group: Group) -> Columns:
+        """Split P columns into ranges of one length; the last ones may be shorter."""
+        each = -(-size // group.size)
+        return cls(tuple(min(each * k, size) for k in range(group.size + 1)), group.rank)
+
+    @property
+    def own(self) -> slice:
+        """The range of this process."""
+        return slice(self.bounds[self.rank], self.bounds[self.rank + 1])
+
+    @property
+    def widths(self) -> list[int]:
+        """How many columns each process holds."""
+        return [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def among(self, indices: Tensor | None) -> Columns:
+        """Restrict the ranges to the columns at ascending indices (P',); to all if None."""
+        if indices is None:
+            return self
+        bounds = torch.searchsorted(indices.cpu(), torch.tensor(self.bounds)).tolist()
+        return Columns(tuple(bounds), self.rank)
+
+
+class Group:
+    """A process alone: every collective returns what it was given.
+
+    Attributes:
+        rank: of this process, 0 to size − 1.
+        size: the number of processes.
+        collectives: the number of collectives so far.
+        bytes: that this process has sent in them.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.collectives = 0
+        self.bytes = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints, and writes what is written once."""
+        return self.rank == 0
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all processes, in place."""
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Broadcast the tensor of the first process, in place."""
+        return tensor
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Broadcast a small object of the first process."""
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather a small object of each process, on all of them."""
+        return [value]
+
+    def gather_columns(self, part: Tensor, columns: Columns) -> Tensor:
+        """Gather all columns (b, P) of rows of which each process holds its own (b, p)."""
+        return part
+
+    def reduce_columns(self, whole: Tensor, columns: Columns) -> Tensor:
+        """Sum (b, P) over all processes and keep the own columns (b, p); may overwrite `whole`."""
+        return whole
+
+    def exchange_rows(self, rows: Tensor, columns: Columns) -> Tensor:
+        """Exchange whole rows (n, P) of each process for the own columns (Σn, p) of all rows."""
+        return rows
+
+
+class _ProcessGroup(Group):
+    """The default process group of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        backend = str(dist.get_backend())
+        self._has_nccl = "nccl" in backend
+        # NCCL alone has no collectives between CPUs.
+        on_gpus = backend in ("nccl", "cuda:nccl")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        return self._in_place(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        return self._in_place(dist.broadcast, tensor, src=0)
+
+    def broadcast_object(self, value: Any) -> Any:
+        sent = self._pickled(value if self.is_first else None)
+        size = torch.tensor([len(sent)], device=sent.device)
+        self._run(dist.broadcast, size, src=0)
+        sent = sent if self.is_first else sent.new_empty(int(size))
+        self._run(dist.broadcast, sent, src=0)
+        return value if self.is_first else _unpickled(sent)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        own = self._pickled(value)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=own.device)
+        self._run(_GATHER, sizes, torch.tensor([len(own)], device=own.device))
+        sent = _padded(own[None], int(sizes.max()))
+        found = sent.new_empty(self.size, sent.shape[1])
+        self._run(_GATHER, found, sent)
+        return [_unpickled(part[:size]) for part, size in zip(found, sizes.tolist(), strict=True)]
+
+    def gather_columns(self, part: Tensor, columns: Columns) -> Tensor:
+        rows, widths = part.shape[0], columns.widths
+        self._check_device(part)
+        sent = _padded(part, max(widths))
+        found = sent.new_empty(self.size * rows, max(widths))
+        self._run(_GATHER, found, sent)
+        parts = found.view(self.size, rows, max(widths))
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+    def reduce_columns(self, whole: Tensor, columns: Columns) -> Tensor:
+        widths = columns.widths
+        if not (self._has_nccl and whole.is_cuda):  # Gloo's own is an all-reduce and more
+            return self.all_reduce_(whole)[:, columns.own].contiguous()
+        sent = whole.new_zeros(self.size, len(whole), max(widths))
+        for target, part in zip(sent, whole.split(widths, dim=1), strict=True):
+            target[:, : part.shape[1]] = part
+        sent = sent.flatten(0, 1)
+        found = sent.new_empty(len(whole), max(widths))
+        self._run(_SCATTER, found, sent)
+        return found[:, : widths[self.rank]].contiguous()
+
+    def exchange_rows(self, rows: Tensor, columns: Columns) -> Tensor:
+        self._check_device(rows)
+        counts, widths = self.gather_objects(len(rows)), columns.widths
+        sent = torch.cat([part.reshape(-1) for part in rows.split(widths, dim=1)])
+        own = widths[self.rank]
+        received = [count * own for count in counts]
+        found = sent.new_empty(sum(received))
+        given = [len(rows) * width for width in widths]
+        self._run(dist.all_to_all_single, found, sent, received, given)
+        return found.view(sum(counts), own)
+
+    def _check_device(self, tensor: Tensor) -> None:
+        if self._device is not None and not tensor.is_cuda:
+            raise BadValueError(
+                "Process group: expected a backend for the CPU, which the fit computes on, got "
+                "NCCL alone. Use init_process_group('cpu:gloo,cuda:nccl'), or "
+                f"{option('device', 'cuda')}."
+            )
+
+    def _pickled(self, value: Any) -> Tensor:
+        held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return held if self._device is None else held.to(self._device)
+
+    def _in_place(self, operation: Any, tensor: Tensor, **options: Any) -> Tensor:
+        """Run an operation that changes a tensor in place, on the device that it needs."""
+        held = tensor.contiguous()
+        if self._device is not None and held.device.type != "cuda":
+            held = held.to(self._device)
+        self._run(operation, held, **options)
+        return tensor if held is tensor else tensor.copy_(held)
+
+    def _run(self, operation: Any, *arguments: Any, **options: Any) -> None:
+        self.collectives += 1
+        self.bytes += [each for each in arguments if isinstance(each, Tensor)][-1].nbytes
+        try:
+            operation(*arguments, **options)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DeltaBarsError):
+                raise
+            raise ProcessError(
+                f"Processes: expected an answer from all {self.size}, got an error "
+                f"({first_line(error).rstrip('.')}). Another process has failed or was ended: its "
+                "own output has the reason. Start again; a checkpoint is resumed."
+            ) from error
+
+
+def current_group() -> Group:
+    """Return torch's default process group; a group of this process alone where there is none."""
+    if _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized()):
+        return Group()
+    if dist.get_world_size() == 1:
+        return Group()
+    group = dist.group.WORLD
+    found = _GROUPS.get(id(group))
+    if found is None or found[0] is not group:
+        _GROUPS.clear()  # of groups that were destroyed
+        found = _GROUPS[id(group)] = (group, _ProcessGroup())
+    return found[1]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Work in this process alone, in a program that has a process group.
+
+    Example:
+        >>> import deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> with deltabars.distributed.alone():  # in one process, while the others do other work
+        ...     fit = deltabars.fit(model, train, l2=L2, rank=10, progress=False)
+    """
+    token = _IS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _IS_ALONE.reset(token)
+
+
+_GROUPS: dict[int, tuple[Any, _ProcessGroup]] = {}
+_IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
+
+
+def same_everywhere(group: Group, value: Any) -> bool:
+    """Return whether all processes hold the same value."""
+    values = group.gather_objects(value)
+    return all(other == values[0] for other in values)
+
+
+def check_same_options(group: Group, values: Mapping[str, Any]) -> None:
+    """Refuse options that differ between processes, before anything of their size is sent.
+
+    Collectives of different lengths would end the process.
+
+    Args:
+        values: by name; equal where their `repr` is.
+    """
+    if group.size == 1:
+        return
+    digests = {name: fingerprint(repr(value)) for name, value in values.items()}
+    first, *others = group.gather_objects(digests)
+    for rank, other in enumerate(others, 1):
+        names = [name for name in values if other[name] != first[name]]
+        if names:
+            raise BadValueError(
+                f"fit: expected the same options in every process, got another {', '.join(names)} "
+                f"in process {rank} than in process 0. Only the data may differ."
+            )
+
+
+def _unpickled(held: Tensor) -> Any:
+    return pickle.loads(held.cpu().numpy().tobytes())  # sent by a process of the same launch
+
+
+def _padded(part: Tensor, width: int) -> Tensor:
+    if part.shape[1] == width:
+        return part.contiguous()
+    return torch.nn.functional.pad(part, (0, width - part.shape[1]))

@@ -1,0 +1,256 @@
+"""Eigenvectors (K, P): a tensor, sharded over processes, or in files or in the memory of the CPU.
+
+The functions here take any of them. They ask for some columns at a time, so that rows which are
+not on the device never have to be there whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deltabars.distributed.group import Columns, Group
+from deltabars.distributed.space import Space
+from deltabars.errors import StorageError
+from deltabars.runtime.sums import add_inner, inner
+
+# Bytes of columns that are on the device at a time, unless one output of a layer has more.
+_BLOCK = {"cpu": 1 << 25}
+_BLOCK_ELSEWHERE = 1 << 28
+_STEP = 512  # blocks are multiples of the stretches that sums are taken over
+
+
+class Vectors(Protocol):
+    """Rows (K, P) that are not one tensor."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """K and P."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the columns: the type that is computed with."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where columns are computed with."""
+
+    def first(self, count: int) -> Vectors:
+        """Return the first rows."""
+
+    def columns(self, indices: slice) -> Tensor:
+        """Return some columns of all rows, (K, p)."""
+
+    def whole(self) -> Tensor:
+        """Return all of it, (K, P). Memory: K·P numbers on the device."""
+
+
+Basis = Tensor | Vectors
+
+
+def columns(vectors: Basis, indices: slice) -> Tensor:
+    """Return some columns of all rows, (K, p)."""
+    return vectors[:, indices] if isinstance(vectors, Tensor) else vectors.columns(indices)
+
+
+def first(vectors: Basis, count: int) -> Basis:
+    """Return the first rows."""
+    return vectors[:count] if isinstance(vectors, Tensor) else vectors.first(count)
+
+
+def whole(vectors: Basis) -> Tensor:
+    """Return one tensor (K, P). Memory: K·P numbers, unless it is one already."""
+    return vectors if isinstance(vectors, Tensor) else vectors.whole()
+
+
+def ranges(start: int, stop: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Yield blocks of columns from `start` to `stop`, for `width` bytes a column."""
+    most = _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
+    step = max(1, most // (width * _STEP)) * _STEP
+    for begin in range(start, stop, step):
+        yield slice(begin, min(begin + step, stop))
+
+
+def blocks(vectors: Basis) -> Iterator[slice]:
+    """Yield blocks of all columns; one block for a tensor."""
+    count, size = vectors.shape
+    if isinstance(vectors, Tensor):
+        yield slice(0, size)
+    else:
+        yield from ranges(0, size, max(1, count * vectors.dtype.itemsize), vectors.device)
+
+
+def products(a: Basis, b: Basis) -> Tensor:
+    """Compute the inner products a bᵀ of rows (n, P) and (m, P): (n, m), float64."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return inner(a, b)
+    if isinstance(a, ShardedVectors) and isinstance(b, ShardedVectors):
+        return a.space.inner(a.part, b.part)
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+    for indices in blocks(b if isinstance(a, Tensor) else a):
+        add_inner(total, columns(a, indices), columns(b, indices))
+    return total
+
+
+def projected(rows: Tensor, vectors: Basis) -> Tensor:
+    """Project rows (b, P): their products with Qᵀ, (b, K), in their own type."""
+    if isinstance(vectors, Tensor):
+        return rows @ vectors.T
+    return products(rows, vectors).to(rows.dtype)
+
+
+def combined(weights: Tensor, vectors: Basis) -> Tensor:
+    """Combine the rows of Q with weights (b, K): (b, P)."""
+    if isinstance(vectors, Tensor):
+        return weights @ vectors
+    result = weights.new_empty(weights.shape[0], vectors.shape[1])
+    for indices in blocks(vectors):
+        torch.mm(weights, vectors.columns(indices), out=result[:, indices])
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedVectors:
+    """Rows (K, P) of which each process holds its own columns. All processes call together.
+
+    Attributes:
+        part: the own columns, (K, p).
+        space: ℝᴾ.
+    """
+
+    part: Tensor
+    space: Space
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, P)."""
+        return (len(self.part), self.space.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers."""
+        return self.part.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the own columns."""
+        return self.part.device
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __reduce__(self) -> Any:
+        raise StorageError(
+            f"Eigenvectors: expected whole ones to be copied or pickled, got vectors that "
+            f"{self.space.group.size} processes share. Save the fit, and load it where you need it."
+        )
+
+    def first(self, count: int) -> ShardedVectors:
+        """Return the first rows."""
+        return replace(self, part=self.part[:count])
+
+    def columns(self, indices: slice) -> Tensor:
+        """Return some of the columns in every process, (K, n). Cost: one collective."""
+        start, stop, _ = indices.indices(self.space.size)
+        bounds = [min(max(bound, start), stop) - start for bound in self.space.columns.bounds]
+        wanted = Columns(tuple(bounds), self.space.columns.rank)
+        shift = start - self.space.own.start
+        own = self.part[:, slice(wanted.own.start + shift, wanted.own.stop + shift)]
+        return self.space.group.gather_columns(own, wanted)
+
+    def whole(self) -> Tensor:
+        """Return all of it in every process, (K, P)."""
+        return self.columns(slice(None))
+
+
+def group_of(spectra: Mapping[str, Any]) -> Group:
+    """Return the processes that share the eigenvectors of some spectra."""
+    for pairs in spectra.values():
+        if isinstance(pairs.vectors, ShardedVectors):
+            return pairs.vectors.space.group
+    return Group()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some columns of rows (K, P), from `start` to `stop`, as they are stored: (K, p)."""
+
+    start: int
+    stop: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PartedVectors:
+    """Rows (K, P) that stay where they are; columns come to a device when they are needed.
+
+    Attributes:
+        parts: all columns, in order; in memory or mapped from files, in any floating type.
+        count: K.
+        dtype, device: of the columns that are computed with.
+    """
+
+    parts: tuple[Part, ...]
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, rows: Tensor, device: torch.device) -> PartedVectors:
+        """Keep one tensor where it is; its columns come to `device`."""
+        return cls((Part(0, rows.shape[1], rows),), rows.shape[0], rows.dtype, device)
+
+    def __repr__(self) -> str:
+        count, size = self.shape
+        return f"{type(self).__name__}(K={count}, P={size}, {self.stored}, on {self.device})"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """K and P."""
+        return self.count, self.parts[-1].stop
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The type that the numbers are stored in."""
+        return self.parts[0].rows.dtype
+
+    def first(self, count: int) -> PartedVectors:
+        """Return the first rows."""
+        return replace(self, count=len(range(self.count)[:count]))
+
+    def to(self, device: torch.device | str) -> PartedVectors:
+        """Return the same rows, whose columns come to another device."""
+        return replace(self, device=torch.device(device))
+
+    def columns(self, indices: slice) -> Tensor:
+        """Return some columns of all rows, (K, p), as a new tensor on the device."""
+        start, stop, _ = indices.indices(self.shape[1])
+        result = torch.empty(self.count, max(0, stop - start), dtype=self.dtype, device=self.device)
+        for part in self.parts:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                piece = part.rows[: self.count, low - part.start : high - part.start]
+                if piece.device != self.device:
+                    piece = _sent(piece, self.device)
+                result[:, low - start : high - start].copy_(piece)
+        return result
+
+    def whole(self) -> Tensor:
+        """Return all of it, (K, P). Memory: K·P numbers on the device."""
+        result = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for indices in blocks(self):
+            result[:, indices] = self.columns(indices)
+        return result
+
+
+def _sent(piece: Tensor, device: torch.device) -> Tensor:
+    """Copy columns to another device, in the type that they are stored in."""
+    if device.type != "cuda" or piece.device.type != "cpu":
+        return piece.contiguous().to(device)
+    # Pinned memory is several times as fast, and does not wait for the GPU; torch keeps it.
+    staged = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+    return staged.copy_(piece).to(device, non_blocking=True)
