@@ -27,6 +27,7 @@ class CurvatureOperator(ABC):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.spaces = problem.spaces
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,7 +50,7 @@ class CurvatureOperator(ABC):
 
         In the rows and columns of the others the matrix is λI.
         """
-        return self.problem.reached
+        return self.spaces.indices
 
     def matmat(self, vectors: Tensor) -> Tensor:
         """Products of the matrix with each row of `vectors`: (b, P) -> (b, P).
@@ -57,14 +58,14 @@ class CurvatureOperator(ABC):
         Cost: one pass over the data.
         """
         self._check_vectors(vectors)
-        space = self.problem.spaces.whole
-        return space.group.all_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
+        space = self.spaces.whole
+        return space.group.gather_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
 
     def whole_matmat(self, vectors: Tensor) -> Tensor:
         """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p)."""
-        spaces = self.problem.spaces
-        mean = self._mean(spaces.picked(vectors))
-        return spaces.put_back(mean).add_(vectors, alpha=self.problem.l2)
+        spaces = self.spaces
+        mean = self._mean(spaces.select(vectors))
+        return spaces.expand(mean).add_(vectors, alpha=self.problem.l2)
 
     def reached_matmat(self, vectors: Tensor) -> Tensor:
         """The same among the parameters that are reached: (b, p') -> (b, p')."""
@@ -72,11 +73,11 @@ class CurvatureOperator(ABC):
 
     def _mean(self, vectors: Tensor) -> Tensor:
         """The data part of it, (1/N)·Σₙ Aₙ v. Two messages where there are other ranks."""
-        space = self.problem.spaces.reached
-        whole = space.group.all_columns(vectors, space.columns)
+        space = self.spaces.reached
+        whole = space.group.gather_columns(vectors, space.columns)
         with self.problem.network.evaluation(), model_errors():
             total = self._data_sum(whole)
-        own = space.group.summed_columns(total, space.columns)
+        own = space.group.reduce_columns(total, space.columns)
         return own.div_(self.problem.num_examples)
 
     def _pick(self, whole: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class RowOperator(CurvatureOperator):
     @property
     def keeps_rows(self) -> bool:
         """Whether R fits the part of the memory budget that it may take, on every rank."""
-        row = max(self.problem.spaces.reached.columns.widths) * self.dtype.itemsize
+        row = max(self.spaces.reached.columns.widths) * self.dtype.itemsize
         return self.num_rows * row <= share(self.problem.memory_budget, KEPT)
 
     @property
@@ -185,7 +186,7 @@ class RowOperator(CurvatureOperator):
         kept = self._kept_rows()
         blocks = self._computed_blocks() if kept is None else self._split(kept)
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
-        return math.fsum(self.problem.group.gather(float(total))) * self.row_scale
+        return math.fsum(self.problem.group.gather_objects(float(total))) * self.row_scale
 
     def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
         """The matrix itself in float64, (P, P). Cost: N·P² operations in float64.
@@ -202,7 +203,7 @@ class RowOperator(CurvatureOperator):
                 total.addmm_(rows.T, rows)
                 done += len(rows)
                 on_share(done / here)
-        total = self.problem.group.sum_(total)
+        total = self.problem.group.all_reduce_(total)
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 
     def row_blocks(self) -> Iterator[Tensor]:
@@ -231,17 +232,17 @@ class RowOperator(CurvatureOperator):
 
     def _all_rows(self) -> Tensor | None:
         """R, or None where there is no memory for it after all."""
-        space = self.problem.spaces.reached
+        space = self.spaces.reached
         size = (self.num_rows, space.width)
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
-        if not all(space.group.gather(kept is not None)) or kept is None:
+        if not all(space.group.gather_objects(kept is not None)) or kept is None:
             return None
         if space.group.size == 1:
             for _ in self._computed_blocks(kept):
                 pass
             return kept
         done = 0
-        for block in space.dealt(self._computed_blocks(), self.device, self.dtype):
+        for block in space.exchange(self._computed_blocks(), self.device, self.dtype):
             kept[done : done + len(block)] = block
             done += len(block)
         return kept
@@ -252,7 +253,7 @@ class RowOperator(CurvatureOperator):
         if kept is None:
             return super()._mean(vectors)
         with full_precision(self.device):
-            there = self.problem.group.sum_(vectors @ kept.T)  # (b, rows)
+            there = self.problem.group.all_reduce_(vectors @ kept.T)  # (b, rows)
             return (there @ kept).div_(self.problem.num_examples)
 
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:

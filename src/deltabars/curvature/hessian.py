@@ -1,10 +1,9 @@
-"""Hessian products as gradients of gradients, for models without forward derivatives."""
+"""The Hessian of a training cost, H = ∇²(mean loss) + λI, through its products with vectors."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -17,18 +16,278 @@ from torch.utils._pytree import tree_map
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
 from deltabars.curvature.singles import UNSUPPORTED
+from deltabars.curvature.slicing import Sliced, Slices, slices_of
+from deltabars.distributed.space import Spaces
 from deltabars.errors import ModelError, ModelWarning, first_line, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.batches import Batch
 from deltabars.problem.inputs import Inputs, leaves, map_leaves
-from deltabars.problem.network import Network
+from deltabars.problem.network import Network, model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, ran_out, share
 from deltabars.runtime.precision import without_noise
 
-_EXAMPLES = 3  # that the products are checked on
+_MOST_TOGETHER = 16  # vectors
+_MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
+_SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
+_SMALL_ELSEWHERE = 1 << 29
+_WORTH_SLICING = 0.7  # of the parameters that are reached, or fewer: else checks cost more
+_SAME = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative: with slices and without
+# What torch and the rewriting raise on graphs that they do not support.
+_UNTRACEABLE = (*UNSUPPORTED, ValueError, KeyError, AttributeError)
+_EXAMPLES = 3  # that products by gradients of gradients are checked on
 _STEP = 1e-5  # relative to the weights: rounding and curvature both leave some 1e-9
 _AGREE = 1e-2  # relative: a derivative that torch leaves out is a large part of the whole
+
+
+class HessianOperator(CurvatureOperator):
+    """Multiply vectors by H: the derivative of the gradient along a vector.
+
+    Pearlmutter's product, forward over reverse. What does not depend on the vector is computed
+    once for each chunk of the data and kept, as far as it fits the memory budget; a product over
+    kept chunks costs about as much as a gradient, over others about two gradients. Data that do
+    not fit in memory, or whose shapes differ, are not kept. Where torch has no forward derivatives
+    of a model, its products are gradients of gradients, with a warning.
+
+    Where few parameters are reached (see `Problem.reached`), layers are computed with slices of
+    their weights. That rows and columns of H are zero elsewhere, and that slices give the same
+    products and outputs, is checked on all examples; else nothing is left out.
+
+    Attributes:
+        kept_bytes: the memory that is held from product to product.
+
+    Example:
+        >>> import torch, deltabars
+        >>> from deltabars.curvature import HessianOperator
+        >>> data = torch.eye(4), torch.arange(4)
+        >>> hessian = HessianOperator(deltabars.Problem(torch.nn.Linear(4, 4), data, l2=0.1))
+        >>> hessian.shape
+        (20, 20)
+        >>> vectors = torch.randn(2, 20)
+        >>> torch.allclose(hessian.matmat(vectors), vectors @ hessian.to_dense(), atol=1e-5)
+        True
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        _load_forward_derivatives()
+        even = _even_chunk(problem.data.num_here, problem.chunk_size.value)
+        self._chunk_size = problem.chunk_size.at_most(even)
+        self._slices: Slices = {}
+        self._backward_twice = False  # where forward derivatives cannot be had
+        self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
+        self._forget()
+        if problem.reached is not None:
+            with problem.network.evaluation(), model_errors():
+                self._leave_out(problem.reached)
+
+    def _forget(self) -> None:
+        """Drop what is kept from product to product."""
+        self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
+        self._kept: list[Tensors] = []
+        self.kept_bytes = 0
+
+    def _leave_out(self, reached: Tensor) -> None:
+        """Leave out the rows and columns of H that are zero, and slice layers, if checks agree.
+
+        Parameters without a derivative may still have a second one (those of a unit between weights
+        that are all but zero), so a product with a random vector decides.
+
+        Cost: a product from the start, and two forward passes.
+        """
+        problem, size = self.problem, self.problem.num_parameters
+        self.spaces = Spaces.of(size, None, problem.group)
+        if len(reached) > _WORTH_SLICING * size:
+            return
+        vector = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+        vector = vector.to(self.device, self.dtype)
+        exact = torch.zeros_like(vector)
+        chunks = problem.chunks(self._chunk_size.value)
+        for part in self._chunk_size.each(chunks, lambda batch: self._untraced(batch, vector)):
+            exact += part
+        exact = problem.group.all_reduce_(exact)
+        nonzero = exact[0] != 0
+        nonzero[reached] = True
+        indices = nonzero.nonzero().squeeze(1)
+        if len(indices) > _WORTH_SLICING * size:
+            return
+        self.spaces = Spaces.of(size, indices, problem.group)
+        if self._backward_twice:
+            return
+        self._slices = slices_of(problem.parameters, indices)
+        sliced = problem.group.all_reduce_(self._pass(vector))
+        gap = float((sliced - exact).norm())
+        same = gap <= _SAME[self.dtype] * float(exact.norm()) and self._has_same_outputs()
+        if not all(problem.group.gather_objects(same)):
+            self._slices = {}
+            self._forget()
+
+    def _has_same_outputs(self) -> bool:
+        """Return whether slices of layers give the same outputs for every example."""
+        network = self.problem.network
+
+        def same(batch: Batch) -> bool:
+            whole = network.outputs(network.trained, batch.inputs)
+            with Sliced(network.trained, self._slices):
+                found = network.outputs(network.trained, batch.inputs)
+            gap = (found - whole).abs().max()
+            return bool(gap <= _SAME[self.dtype] * whole.abs().max())
+
+        chunks = self.problem.chunks(self._chunk_size.value)
+        return all(list(self._chunk_size.each(chunks, same)))
+
+    def _data_sum(self, vectors: Tensor) -> Tensor:
+        whole = self._scaled(self._put_back(vectors))
+        while True:
+            total = attempt(partial(self._pass, whole))
+            if total is not None:
+                return self._pick(self._scaled(total))
+            self._forget()
+            self._room //= 2
+            self._chunk_size.halve(min(self._chunk_size.value, self.problem.data.num_here))
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        scale = self.problem.network.scale
+        return vectors if scale is None else vectors * scale
+
+    def _pass(self, vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors)
+        for position, batch in enumerate(self.problem.chunks(self._chunk_size.value)):
+            product = self._chunk_product(position, batch)
+            together = self._vectors_at_once(len(batch))
+            for group, sums in zip(vectors.split(together), total.split(together), strict=True):
+                sums += product(group)
+        return total
+
+    def _vectors_at_once(self, examples: int) -> int:
+        """One where a chunk keeps the device busy; several where calling it is what costs."""
+        small = _SMALL.get(self.device.type, _SMALL_ELSEWHERE)
+        return max(1, min(_MOST_TOGETHER, small // (examples * self.problem.activation_bytes + 1)))
+
+    def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
+        """The function from vectors (b, P) to their products with this chunk's Hessian."""
+        if self._backward_twice:
+            return partial(self._twice_backward, batch)
+        part, fixed = self._part(batch), self._fixed(batch)
+        if part is None:
+            return partial(self._untraced, batch)
+        if position < len(self._kept):
+            prepared = self._kept[position]
+        else:
+            prepared = part.prepare(fixed)
+            size = held_bytes(prepared, [*fixed, *self.problem.network.constants.values()])
+            fits = self._room > 0 and self.kept_bytes + size <= self._room
+            if fits and position == len(self._kept):
+                self._kept.append(prepared)
+                self.kept_bytes += size
+        return partial(self._apply, partial(part.apply, prepared))
+
+    def _untraced(self, batch: Batch, vectors: Tensor) -> Tensor:
+        """The products with a chunk's Hessian from the start; backward twice if need be."""
+        if not self._backward_twice:
+            whole = partial(self._derivative, batch.inputs, *self._fixed(batch))
+            try:
+                with forward_derivatives():
+                    return self._apply(lambda tangents: whole(*tangents), vectors)
+            except UNSUPPORTED as error:
+                if ran_out(error):
+                    raise
+                self._backward_twice = True
+                warnings.warn(
+                    "Model: expected operations with forward derivatives, for Hessian products, "
+                    f"got one without ({first_line(error)}). Going on with gradients of gradients, "
+                    "which are slower.",
+                    ModelWarning,
+                    stacklevel=3,
+                )
+                check_gradient_products(self.problem.network, self.problem.likelihood, batch)
+        return self._twice_backward(batch, vectors)
+
+    def _twice_backward(self, batch: Batch, vectors: Tensor) -> Tensor:
+        return gradient_products(self.problem.network, self.problem.likelihood, batch, vectors)
+
+    def _apply(self, derivative: Callable[[list[Tensor]], Tensors], vectors: Tensor) -> Tensor:
+        space = self.problem.parameters
+
+        def one(vector: Tensor) -> Tensor:
+            tangents = space.unflatten(vector)
+            products = derivative([tangents[name] for name in space.names])
+            return space.flatten(dict(zip(space.names, products, strict=True)))
+
+        if vectors.shape[0] == 1:
+            return one(vectors[0])[None]
+        return torch.func.vmap(one)(vectors)
+
+    def _part(self, batch: Batch) -> LinearPart | None:
+        """The linear part for chunks of this shape; None where torch cannot trace the model."""
+        fixed = self._fixed(batch)
+        key = tuple(tensor.shape for tensor in fixed)
+        if key not in self._parts:
+            traced = len(self._parts) < _MOST_SHAPES
+            self._parts[key] = self._trace(batch, fixed) if traced else None
+        return self._parts[key]
+
+    def _trace(self, batch: Batch, fixed: list[Tensor]) -> LinearPart | None:
+        # Tensors of their own: a trace tells its arguments apart by identity.
+        tangents = [value.clone() for value in self.problem.network.trained.values()]
+        function = partial(self._derivative, batch.inputs)
+        try:
+            return LinearPart(function, fixed, tangents, self.device)
+        except _UNTRACEABLE as error:  # operations that depend on values, such as one_hot
+            if ran_out(error):
+                raise
+            return None
+
+    def _fixed(self, batch: Batch) -> list[Tensor]:
+        assert batch.targets is not None
+        return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
+
+    def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
+        """∂(gradient of a chunk's loss) along tangents; arguments: ω̂, inputs, targets, tangents."""
+        names = self.problem.parameters.names
+        count = len(names)
+        trained = dict(zip(names, arguments[:count], strict=True))
+        tangents = dict(zip(names, arguments[-count:], strict=True))
+        *parts, targets = arguments[count:-count]
+        rest = iter(parts)
+        batch = Batch(map_leaves(lambda _: next(rest), like), targets)
+
+        def loss(at: dict[str, Tensor]) -> Tensor:
+            with ConstantWithoutGrad(), Sliced(at, self._slices):
+                return self.problem.losses(at, batch).sum()
+
+        derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
+        return tuple(derivative[name] for name in names)
+
+
+def _even_chunk(count: int, most: int) -> int:
+    """A number of at most `most` that divides the examples evenly, if one of its size does.
+
+    Chunks of one shape need one trace.
+    """
+    fewest = -(-count // most)
+    even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
+    return next(even, most)
+
+
+class ConstantWithoutGrad(TorchFunctionMode):
+    """What a model computes under `torch.no_grad` is a constant to forward derivatives too."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and cut its result off where no gradients are recorded."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+
+@cache
+def _load_forward_derivatives() -> None:
+    """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
+    with without_noise(), forward_derivatives():
+        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
 
 
 def gradient_products(
@@ -123,210 +382,3 @@ def _without_second_derivatives(reason: str) -> ModelError:
         f"{option('estimator', 'ggn')} or 'opg', which need first derivatives alone, or leave the "
         f"parameters before it out with {option('params=')}."
     )
-
-
-_MOST_TOGETHER = 16  # vectors
-_MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
-# What torch and the rewriting raise on graphs that they do not know.
-_UNTRACEABLE = (*UNSUPPORTED, ValueError, KeyError, AttributeError)
-_SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
-_SMALL_ELSEWHERE = 1 << 29
-
-
-class HessianOperator(CurvatureOperator):
-    """H through exact Hessian-vector products: the derivative of the gradient along a vector.
-
-    Pearlmutter's product, forward over reverse. What does not depend on the vector is computed
-    once for each chunk of the data and kept, as far as it fits the memory budget; a
-    product over kept chunks costs about as much as a gradient, over others about two gradients.
-    Data that do not fit in memory, or whose shapes differ, are not kept. Where torch has no forward
-    derivatives of a model, its products are gradients of gradients, with a warning.
-
-    Attributes:
-        kept_bytes: the memory that is held from product to product.
-
-    Example:
-        >>> import torch, deltabars
-        >>> from deltabars.curvature import HessianOperator
-        >>> data = torch.eye(4), torch.arange(4)
-        >>> hessian = HessianOperator(deltabars.Problem(torch.nn.Linear(4, 4), data, l2=0.1))
-        >>> hessian.shape
-        (20, 20)
-        >>> vectors = torch.randn(2, 20)
-        >>> torch.allclose(hessian.matmat(vectors), vectors @ hessian.to_dense(), atol=1e-5)
-        True
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        _load_forward_derivatives()
-        even = _even_chunk(problem.data.num_here, problem.chunk_size.value)
-        self._chunk_size = problem.chunk_size.at_most(even)
-        # What each forward pass is run in.
-        self._compact = problem.units.compact if problem.units.any_silent else _all_units
-        self._parts: dict[tuple[torch.Size, ...], LinearPart | None] = {}
-        self._backward_twice = False  # where forward derivatives cannot be had
-        self._kept: list[Tensors] = []
-        self.kept_bytes = 0
-        self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
-
-    def _data_sum(self, vectors: Tensor) -> Tensor:
-        whole = self._scaled(self._put_back(vectors))
-        while True:
-            total = attempt(partial(self._pass, whole))
-            if total is not None:
-                return self._pick(self._scaled(total))
-            self._kept, self._parts = [], {}
-            self.kept_bytes, self._room = 0, self._room // 2
-            self._chunk_size.halve(min(self._chunk_size.value, self.problem.data.num_here))
-
-    def _scaled(self, vectors: Tensor) -> Tensor:
-        scale = self.problem.network.scale
-        return vectors if scale is None else vectors * scale
-
-    def _pass(self, vectors: Tensor) -> Tensor:
-        total = torch.zeros_like(vectors)
-        for position, batch in enumerate(self.problem.chunks(self._chunk_size.value)):
-            product = self._chunk_product(position, batch)
-            together = self._vectors_at_once(len(batch))
-            for group, sums in zip(vectors.split(together), total.split(together), strict=True):
-                sums += product(group)
-        return total
-
-    def _vectors_at_once(self, examples: int) -> int:
-        """One where a chunk keeps the device busy; several where calling it is what costs."""
-        small = _SMALL.get(self.device.type, _SMALL_ELSEWHERE)
-        return max(1, min(_MOST_TOGETHER, small // (examples * self.problem.activation_bytes + 1)))
-
-    def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
-        """The function from vectors (b, P) to their products with this chunk's Hessian."""
-        if self._backward_twice:
-            return partial(self._twice_backward, batch)
-        part, fixed = self._part(batch), self._fixed(batch)
-        if part is None:
-            return partial(self._untraced, batch)
-        if position < len(self._kept):
-            prepared = self._kept[position]
-        else:
-            prepared = part.prepare(fixed)
-            size = held_bytes(prepared, [*fixed, *self.problem.network.constants.values()])
-            fits = self._room > 0 and self.kept_bytes + size <= self._room
-            if fits and position == len(self._kept):
-                self._kept.append(prepared)
-                self.kept_bytes += size
-        return partial(self._apply, partial(part.apply, prepared))
-
-    def _untraced(self, batch: Batch, vectors: Tensor) -> Tensor:
-        """The products with a chunk's Hessian from the start; backward twice if need be."""
-        if not self._backward_twice:
-            whole = partial(self._derivative, batch.inputs, *self._fixed(batch))
-            try:
-                with forward_derivatives():
-                    return self._apply(lambda tangents: whole(*tangents), vectors)
-            except UNSUPPORTED as error:
-                if ran_out(error):
-                    raise
-                self._backward_twice = True
-                warnings.warn(
-                    "Model: expected operations with forward derivatives, for Hessian products, "
-                    f"got one without ({first_line(error)}). Going on with gradients of gradients, "
-                    "which are slower.",
-                    ModelWarning,
-                    stacklevel=3,
-                )
-                check_gradient_products(self.problem.network, self.problem.likelihood, batch)
-        return self._twice_backward(batch, vectors)
-
-    def _twice_backward(self, batch: Batch, vectors: Tensor) -> Tensor:
-        return gradient_products(self.problem.network, self.problem.likelihood, batch, vectors)
-
-    def _apply(self, derivative: Callable[[list[Tensor]], Tensors], vectors: Tensor) -> Tensor:
-        space = self.problem.parameters
-
-        def one(vector: Tensor) -> Tensor:
-            tangents = space.unflatten(vector)
-            products = derivative([tangents[name] for name in space.names])
-            return space.flatten(dict(zip(space.names, products, strict=True)))
-
-        if vectors.shape[0] == 1:
-            return one(vectors[0])[None]
-        return torch.func.vmap(one)(vectors)
-
-    def _part(self, batch: Batch) -> LinearPart | None:
-        """The linear part for chunks of this shape; None where torch cannot trace the model."""
-        fixed = self._fixed(batch)
-        key = tuple(tensor.shape for tensor in fixed)
-        if key not in self._parts:
-            traced = len(self._parts) < _MOST_SHAPES
-            self._parts[key] = self._trace(batch, fixed) if traced else None
-        return self._parts[key]
-
-    def _trace(self, batch: Batch, fixed: list[Tensor]) -> LinearPart | None:
-        # Tensors of their own: a trace tells its arguments apart by identity.
-        tangents = [value.clone() for value in self.problem.network.trained.values()]
-        function = partial(self._derivative, batch.inputs)
-        while True:
-            try:
-                return LinearPart(function, fixed, tangents, self.device)
-            except _UNTRACEABLE as error:  # operations that look at values, such as one_hot
-                if ran_out(error):
-                    raise
-            if self._compact is _all_units:
-                return None
-            self._compact = _all_units  # slices might be what it does not bear
-
-    def _fixed(self, batch: Batch) -> list[Tensor]:
-        assert batch.targets is not None
-        return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
-
-    def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
-        """∂(gradient of a chunk's loss) along tangents; arguments: ω̂, inputs, targets, tangents."""
-        names = self.problem.parameters.names
-        count = len(names)
-        trained = dict(zip(names, arguments[:count], strict=True))
-        tangents = dict(zip(names, arguments[-count:], strict=True))
-        *parts, targets = arguments[count:-count]
-        rest = iter(parts)
-        batch = Batch(map_leaves(lambda _: next(rest), like), targets)
-
-        def loss(at: dict[str, Tensor]) -> Tensor:
-            with ConstantWithoutGrad(), self._compact(batch.inputs):
-                return self.problem.losses(at, batch).sum()
-
-        derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
-        return tuple(derivative[name] for name in names)
-
-
-def _all_units(inputs: Inputs) -> AbstractContextManager[Any]:
-    """A context to run a forward pass in, as it is."""
-    return nullcontext()
-
-
-def _even_chunk(count: int, most: int) -> int:
-    """A number of at most `most` that divides the examples evenly, if one of its size does.
-
-    Chunks of one shape need one trace.
-    """
-    fewest = -(-count // most)
-    even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
-    return next(even, most)
-
-
-class ConstantWithoutGrad(TorchFunctionMode):
-    """What a model computes under `torch.no_grad` is a constant to forward derivatives too."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call `func`, and cut its result off where no gradients are recorded."""
-        result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled():
-            return result
-        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-
-
-@cache
-def _load_forward_derivatives() -> None:
-    """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
-    with without_noise(), forward_derivatives():
-        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))

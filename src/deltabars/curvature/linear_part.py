@@ -72,8 +72,7 @@ class LinearPart:
         with forward_derivatives(), tracing(noted):
             traced = make_fx(torch.func.functionalize(filled))(*fixed, *tangents)
         _check_shapes_are_fixed(traced.graph)
-        changing = traced.graph.find_nodes(op="placeholder")[len(fixed) :]
-        rewrite(traced.graph, changing, device)
+        rewrite(traced.graph, device)
         self._before, self._after = _cut(traced, len(fixed))
         for module in (traced, self._before, self._after):
             _forget_source(module)

@@ -1,25 +1,26 @@
-"""The data of one rank: its own part of what all have, or what it alone was given."""
+"""Training data: the same examples on every pass, split between processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
 )
 
+from deltabars.distributed.group import Group, same_everywhere
 from deltabars.errors import DataError
 from deltabars.problem.batches import (
     Batch,
@@ -33,139 +34,50 @@ from deltabars.problem.batches import (
     labelled,
 )
 from deltabars.problem.inputs import Signature, leaves, map_leaves
-from deltabars.runtime.distributed import Group, same_everywhere
 from deltabars.runtime.precision import with_own_numbers
 
-_LOOKED_AT = 16  # examples that tell whether two ranks were given the same data
+_COMPARED = 16  # examples that show whether two processes were given the same data
+_READ_SIZE = 1024  # examples a batch, where the data do not come in batches
+_MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
 _KEPT_OPTIONS = (
     "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
     "multiprocessing_context", "persistent_workers", "generator",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank reads.
+def examples_of(loader: DataLoader[Any]) -> Sequence[int] | None:
+    """Return the indices of the examples that a pass of a loader takes, each once.
 
-    Attributes:
-        data: of the same kind as what was given.
-        source: `"whole"` without other ranks; `"split"` where all were given the same data, which
-            are dealt out in turn; `"sampler"` where a DistributedSampler deals them out; `"own"`
-            where each rank was given its own.
-        pick: where examples are split in turn, what gives the data of some of their indices alone.
+    None where that is not known: streams, custom samplers, sampling with replacement.
     """
-
-    data: Any
-    source: str
-    pick: Callable[[Sequence[int]], Any] | None = None
-
-    def among(self, indices: Sequence[int], group: Group) -> Part:
-        """The part of this rank where the examples with these indices alone are split."""
-        assert self.pick is not None
-        return replace(self, data=self.pick(_dealt(indices, group)))
-
-
-def own_part(data: Any, group: Group) -> Part:
-    """The part of some data that is this rank's to read.
-
-    Tensors, datasets and loaders that are the same on all ranks are dealt out in turn; those that
-    are not are each rank's own, as streams always are. Of a DistributedSampler the examples that it
-    repeats to come out even are left out.
-    """
-    if group.size == 1:
-        return Part(data, "whole")
-    if isinstance(data, DataLoader):
-        return _of_loader(data, group)
-    if is_fixed(data):
-        count = count_of(data)
-        if not _is_same(data, count, group):
-            return Part(data, "own")
-        _check_enough(count, group)
-        own = cut(data, slice(group.rank, None, group.size))
-        return Part(own, "split", lambda some: cut(data, torch.as_tensor(some)))
-    if _is_dataset(data):
-        if not _is_same(data, len(data), group):
-            return Part(data, "own")
-        return _split(len(data), group, partial(Subset, data))
-    same_everywhere(group, None)  # the others may be comparing: it is their turn as well
-    return Part(data, "own")
-
-
-def _of_loader(loader: DataLoader[Any], group: Group) -> Part:
-    sampler, dataset = loader.sampler, loader.dataset
-    if type(sampler) is DistributedSampler:
-        if (sampler.num_replicas, sampler.rank) != (group.size, group.rank):
-            raise DataError(
-                f"DistributedSampler: expected that of rank {group.rank} of {group.size}, got one "
-                f"of rank {sampler.rank} of {sampler.num_replicas}."
-            )
-        same_everywhere(group, None)
-        count = len(sampler.dataset)  # type: ignore[arg-type]
-        if sampler.drop_last:
-            count = min(count, sampler.total_size)
-        return _split(count, group, partial(_with, loader), "sampler")
-    if not _is_dataset(dataset) or loader.batch_size is None:
-        same_everywhere(group, None)
-        return Part(loader, "own")
-    count = len(dataset)  # type: ignore[arg-type]
-    indices: Sequence[int] = range(count)
-    all_of_them = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == count
+    if not is_dataset(loader.dataset):
+        return None
+    sampler: Any = loader.sampler
+    if loader.batch_size is None:
+        if type(loader.batch_sampler) is not BatchSampler:
+            return None
+        sampler = loader.batch_sampler.sampler
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    kind = type(sampler)
+    if kind is SubsetRandomSampler:
+        return list(sampler.indices)
+    each_once = kind in (SequentialSampler, DistributedSampler) or (
+        kind is RandomSampler and not sampler.replacement and sampler.num_samples == count
     )
-    if not all_of_them:
-        indices = sorted(sampler)
-    if not _is_same(dataset, count, group, indices):
-        return Part(loader, "own")
-    if loader.drop_last:
-        indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
-    return _split(
-        len(indices), group, lambda some: _with(loader, [indices[place] for place in some])
-    )
+    return range(count) if each_once else None
 
 
-def _split(
-    count: int, group: Group, pick: Callable[[Sequence[int]], Any], source: str = "split"
-) -> Part:
-    return Part(None, source, pick).among(range(count), group)
-
-
-class _Fixed(Sampler[int]):
-    """The same examples on every pass."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-
-def _with(loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
-    """The same loader of other examples."""
+def loader_of(loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
+    """Return the same loader over some of its examples, in this order."""
     options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=_Fixed(indices), **options
-    )
+    size = loader.batch_size
+    if size is None and isinstance(loader.batch_sampler, BatchSampler):
+        size = loader.batch_sampler.batch_size
+    return DataLoader(Subset(loader.dataset, indices), batch_size=size, **options)
 
 
-def _dealt(indices: Sequence[int], group: Group) -> Sequence[int]:
-    _check_enough(len(indices), group)
-    return indices[group.rank :: group.size]
-
-
-def _check_enough(count: int, group: Group) -> None:
-    if count < group.size:
-        raise DataError(
-            f"Data: expected an example for each of {group.size} ranks, got {count}. Use fewer "
-            "ranks."
-        )
-
-
-def _is_dataset(data: Any) -> bool:
+def is_dataset(data: Any) -> bool:
+    """Return whether data are a map-style dataset: examples by number."""
     return (
         hasattr(data, "__getitem__")
         and hasattr(data, "__len__")
@@ -173,57 +85,113 @@ def _is_dataset(data: Any) -> bool:
     )
 
 
-def _is_same(data: Any, count: int, group: Group, indices: Sequence[int] = ()) -> bool:
-    """Whether all ranks have the same data, by their number and some of the examples.
+def own_part(data: Any, group: Group) -> tuple[Any, str]:
+    """Return the part of some data that this process reads, and where the split comes from.
 
-    Args:
-        indices: of those that are read, where it is not all of them.
+    Tensors, datasets and loaders that are the same in all processes are split: process r of R
+    takes the examples r, r + R, r + 2R, …. Data that differ are each process's own, as streams
+    always are. Examples that a DistributedSampler repeats to come out even are left out.
+
+    Returns:
+        The data, and `"whole"` (one process), `"split"`, `"sampler"` (by a DistributedSampler) or
+        `"own"`.
     """
-    places = [k * (count - 1) // max(1, _LOOKED_AT - 1) for k in range(_LOOKED_AT)] if count else []
+    if group.size == 1:
+        return data, "whole"
+    mine = slice(group.rank, None, group.size)
+    if is_fixed(data):
+        count = count_of(data)
+        if _is_same(data, range(count), group):
+            _check_enough(count, group)
+            return cut(data, mine), "split"
+        return data, "own"
+    if isinstance(data, DataLoader):
+        return _part_of_loader(data, group, mine)
+    if is_dataset(data) and _is_same(data, range(len(data)), group):
+        _check_enough(len(data), group)
+        return Subset(data, range(len(data))[mine]), "split"
+    if not is_dataset(data):
+        same_everywhere(group, None)  # the others may be comparing: keep the collectives in step
+    return data, "own"
+
+
+def _part_of_loader(loader: DataLoader[Any], group: Group, mine: slice) -> tuple[Any, str]:
+    sampler = loader.sampler
+    indices = examples_of(loader)
+    if type(sampler) is DistributedSampler and indices is not None:
+        if (sampler.num_replicas, sampler.rank) != (group.size, group.rank):
+            raise DataError(
+                f"DistributedSampler: expected that of process {group.rank} of {group.size}, got "
+                f"one of process {sampler.rank} of {sampler.num_replicas}."
+            )
+        same_everywhere(group, None)
+        if sampler.drop_last:
+            indices = indices[: sampler.total_size]
+        _check_enough(len(indices), group)
+        return loader_of(loader, indices[mine]), "sampler"
+    if not is_dataset(loader.dataset) or loader.batch_size is None:
+        same_everywhere(group, None)
+        return loader, "own"
+    indices = sorted(sampler) if indices is None else indices
+    if not _is_same(loader.dataset, indices, group):
+        return loader, "own"
+    if loader.drop_last:
+        indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
+    _check_enough(len(indices), group)
+    return loader_of(loader, indices[mine]), "split"
+
+
+def _check_enough(count: int, group: Group) -> None:
+    if count < group.size:
+        raise DataError(
+            f"Data: expected an example for each of {group.size} processes, got {count}. Use fewer "
+            "processes."
+        )
+
+
+def _is_same(data: Any, indices: Sequence[int], group: Group) -> bool:
+    """Return whether all processes have the same data, by their number and some examples."""
+    last = len(indices) - 1
+    picks = sorted({k * last // (_COMPARED - 1) for k in range(_COMPARED)}) if last >= 0 else []
     fixed = is_fixed(data)
-    looked = [cut(data, slice(k, k + 1)) if fixed else data[k] for k in sorted(set(places))]
-    return same_everywhere(group, (count, indices, _plain(looked)))
+    some = [cut(data, slice(k, k + 1)) if fixed else data[indices[k]] for k in picks]
+    whole = len(indices) if isinstance(indices, range) else indices
+    return same_everywhere(group, (whole, _comparable(some)))
 
 
-def _plain(value: Any) -> Any:
-    """What can be compared by ==."""
+def _comparable(value: Any) -> Any:
+    """Return something that can be sent and compared by ==."""
     if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()
+        held = value.detach().cpu().contiguous().flatten()
         # To torch one entry is contiguous whatever its stride, but not to be viewed as bytes.
         flat = held.as_strided((held.numel(),), (1,))
-        return str(held.dtype), tuple(held.shape), flat.view(torch.uint8).numpy().tobytes()
+        return str(held.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _comparable(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
+        return [_comparable(each) for each in value]
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(torch.from_numpy(np.atleast_1d(value).copy()))
+        return _comparable(torch.from_numpy(np.atleast_1d(value).copy()))
     if isinstance(value, str | bytes | int):
         return value
     return repr(value) if isinstance(value, float) else type(value).__name__
 
 
-_READ_SIZE = 1024  # examples a batch, where the data do not come in batches
-_MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
-
-
 class TrainingData:
-    """N examples, the same ones on every pass.
+    """Serve N examples, the same ones on every pass.
 
-    The first pass checks and counts them and keeps them on the device if they fit `budget`
-    bytes; otherwise every pass reads them again. Data that come from a loader are read a second
-    time at once, to make sure that a pass repeats (in any order). The order of a loader that
-    shuffles with torch's own generator is another one on each pass, and the same ones each time.
-
-    Where there are several ranks, each reads its own part (see `splitting`). Examples without a
-    target are left out as they are read, on every pass: all else is that of the others alone.
+    The first pass checks and counts them, and keeps them on the device if they fit `budget` bytes;
+    otherwise every pass reads them again. Data that come from a loader are read a second time at
+    once, to make sure that a pass repeats, in any order. The order of a loader that shuffles with
+    torch's generator differs from pass to pass, and is the same in every run. Examples without a
+    target are left out on every pass.
 
     Attributes:
-        num_examples: N, on all ranks.
-        num_here: on this one; `counts` has them for every rank.
+        num_examples: N, over all processes.
+        num_here: in this process; `counts` has them for every process.
         fingerprint: of all examples, in any order.
-        source: how the ranks came to their parts.
-        left_out: how many examples have no target, on all ranks.
+        source: where the split between processes comes from (see `own_part`).
+        left_out: how many examples have no target, over all processes.
     """
 
     def __init__(
@@ -236,65 +204,48 @@ class TrainingData:
         group: Group | None = None,
         counted: Counted = lambda targets: None,
     ) -> None:
+        group = group or Group()
         data = as_tensors(data)
         check_can_be_read_again(data)
-        group = group or Group()
-        part = own_part(data, group)
-        self._data, self.source, self._rank = part.data, part.source, group.rank
+        self._data, self.source = own_part(data, group)
+        self._device, self._dtype, self._counted, self._rank = device, dtype, counted, group.rank
         self._passes = 0
-        self._device = device
-        self._dtype = dtype
-        self._counted = counted
-        signature, left_out = self._look(budget, report)
-        everywhere = group.gather((self.num_here, self._fingerprint_here, signature, left_out))
-        gone = [places for *_, places in everywhere]
-        self.left_out = sum(map(len, gone))
-        if self.left_out and part.pick is not None:  # split the others alone, so that all get some
-            counts = torch.ones(sum(found[0] for found in everywhere) + self.left_out).bool()
-            for rank, places in enumerate(gone):
-                counts[places * group.size + rank] = False
-            self._data = part.among(counts.nonzero().squeeze(1).tolist(), group).data
-            signature, left_out = self._look(budget, report)
-            everywhere = group.gather((self.num_here, self._fingerprint_here, signature, left_out))
-        if signature is None:
-            why = f"all {self.left_out} have no target" if self.left_out else "the data are empty"
-            raise DataError(f"Data: expected at least one example, got none: {why}.")
-        if any(found[2] is None for found in everywhere):
-            group.gather(None)  # raises the error of the rank that has none
-        if self.source == "own" and len({found[:2] for found in everywhere}) == 1 < group.size:
-            raise DataError(
-                f"Data: expected a part of them on each of {group.size} ranks, got the same "
-                f"{self.num_here} examples on all. Split the stream by rank, or give a Dataset, "
-                "which is split here."
-            )
-        self.counts = [count for count, *_ in everywhere]
+        signature, left_out = self._read_first(budget, report)
+        found = group.gather_objects((self.num_here, self._fingerprint_here, signature, left_out))
+        self.counts = [count for count, *_ in found]
         self.num_examples = sum(self.counts)
-        self.fingerprint = sum(found[1] for found in everywhere) % 2**64
-        self.signature = reduce(Signature.merge, [found[2] for found in everywhere])
+        self.left_out = sum(missing for *_, missing in found)
+        if not all(self.counts):
+            some = f" in process {self.counts.index(0)}" if self.num_examples else ""
+            why = f"all {self.left_out} have no target" if self.left_out else "the data are empty"
+            why = "use fewer processes" if some else why
+            raise DataError(f"Data: expected at least one example{some}, got none: {why}.")
+        if self.source == "own" and len({each[:2] for each in found}) == 1 < group.size:
+            raise DataError(
+                f"Data: expected a part of them in each of {group.size} processes, got the same "
+                f"{self.num_here} examples in all. Split the stream by process, or give a Dataset, "
+                "which is split for you."
+            )
+        self.fingerprint = sum(each[1] for each in found) % 2**64
+        self.signature = reduce(Signature.merge, [each[2] for each in found if each[2] is not None])
 
-    def _look(
+    def _read_first(
         self, budget: int, report: Callable[[int, str], None]
-    ) -> tuple[Signature | None, Tensor]:
-        """Check, count and keep the examples that are here, in a first pass.
+    ) -> tuple[Signature | None, int]:
+        """Check, count and keep the examples of this process.
 
         Returns:
-            What an input is made of, None where there are none; and the indices of the examples
-            that are left out, among all those that are here.
+            What an input consists of, None without examples; and how many have no target.
         """
         kept: list[Batch] | None = []
         fixed = is_fixed(self._data)
-        used = read = 0
-        self.num_here, self._fingerprint_here, self._kept = 0, 0, None
         signature: Signature | None = None
-        left_out = [torch.zeros(0, dtype=torch.int64)]
+        self.num_here = self._fingerprint_here = used = read = 0
         for raw in self._raw():
             whole = labelled(raw)
-            assert whole.targets is not None
-            counts = self._counted(whole.targets)
-            if counts is not None:
-                left_out.append(read + (~counts).nonzero().squeeze(1).cpu())
             read += len(whole)
-            batch = whole.having(counts).to(self._device)
+            assert whole.targets is not None
+            batch = whole.having(self._counted(whole.targets)).to(self._device)
             if not len(batch):
                 continue
             _check_finite(batch)
@@ -304,7 +255,7 @@ class TrainingData:
             self._fingerprint_here = _add(self._fingerprint_here, batch)
             report(self.num_here, "read")
             batch = batch.to(self._device, self._dtype)
-            used += _bytes(batch)
+            used += sum(leaf.nbytes for leaf in leaves(batch.inputs))
             if kept is not None and not fixed:
                 kept.append(batch)
             if used > budget:
@@ -312,27 +263,26 @@ class TrainingData:
         self.in_memory = kept is not None
         if signature is not None and not fixed:
             self._check_repeats(report)
-        elif signature is not None and kept is not None:  # the tensors themselves, not a copy
+        if signature is not None and fixed and kept is not None:  # the tensors, not a copy of them
             kept = [labelled(self._data, self._counted).to(self._device, self._dtype)]
-        if signature is not None and kept is not None:
-            self._kept = _join(kept, signature)
-        return signature, torch.cat(left_out)
+        self._kept = None if kept is None or signature is None else _join(kept, signature)
+        return signature, read - self.num_here
 
     @property
     def is_uniform(self) -> bool:
         """Whether every pass gives the same chunks, of one shape (but for the last)."""
         return self._kept is not None and len(self._kept) == 1
 
-    def here(self, numbers: Tensor) -> Tensor:
-        """Of examples by their numbers among all those that are here, by their numbers here."""
-        if self.source in ("split", "sampler"):  # dealt out in turn
+    def own(self, numbers: Tensor) -> Tensor:
+        """Convert numbers among all examples to numbers among those of this process."""
+        if self.source in ("split", "sampler") and not self.left_out:
             count = len(self.counts)
             return numbers[numbers % count == self._rank] // count
         start = sum(self.counts[: self._rank])
         return numbers[(numbers >= start) & (numbers < start + self.num_here)] - start
 
     def chunks(self, size: int) -> Iterator[Batch]:
-        """One pass over all examples, on the device, at most `size` at a time."""
+        """Yield all examples once, on the device, at most `size` at a time."""
         count = 0
         for batch in self._kept if self._kept is not None else self._read():
             for chunk in batch.split(size):
@@ -375,12 +325,8 @@ def _check_finite(batch: Batch) -> None:
             )
 
 
-def _bytes(batch: Batch) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(batch.inputs))
-
-
 def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
-    """One batch of everything where shapes allow it, so that chunks do not depend on the loader."""
+    """Join all batches where shapes allow it, so that chunks do not depend on the loader."""
     targets = [batch.targets for batch in batches if batch.targets is not None]
     shapes = {tuple(target.shape[1:]) for target in targets}
     if None in signature.shapes or len(shapes) > 1 or len(batches) == 1:
@@ -391,11 +337,8 @@ def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
 
 
 def fingerprint_of(batches: Iterable[Batch]) -> int:
-    """A number that tells the examples of some batches, in any order, from others."""
-    total = 0
-    for batch in batches:
-        total = _add(total, batch)
-    return total
+    """Return a number that identifies the examples of some batches, in any order."""
+    return reduce(_add, batches, 0)
 
 
 def _add(fingerprint: int, batch: Batch) -> int:
@@ -408,7 +351,7 @@ def _add(fingerprint: int, batch: Batch) -> int:
 
 
 def _row_hashes(tensor: Tensor) -> Tensor:
-    """An integer (B,) for each row, in wrapping 64-bit arithmetic: exact on every device."""
+    """Hash each row to an integer, (B,), in wrapping 64-bit arithmetic: exact on every device."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().contiguous().reshape(tensor.shape[0], -1)
     if flat.dtype == torch.bool or flat.is_complex():

@@ -1,166 +1,42 @@
-"""Sums over all training examples: losses, gradients, weights; each example checked on the way."""
+"""The training cost (1/N) Σₙ lossₙ(ω) + (λ/2)·‖ω‖² at its trained point.
+
+This is the one place where 1/N and λ enter.
+"""
 
 from __future__ import annotations
 
 import math
+import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deltabars.distributed.group import Group, check_same_options, current_group
+from deltabars.distributed.space import Spaces
 from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.losses import Loss, read_loss, told_apart
 from deltabars.problem.batches import Batch
 from deltabars.problem.behaviour import check_independence, ranges_of
 from deltabars.problem.data import TrainingData
-from deltabars.problem.inputs import Inputs, Signature, leaves, map_leaves
+from deltabars.problem.inputs import Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.problem.prior import L2, Prior
-from deltabars.problem.silence import Units
-from deltabars.runtime.distributed import Group, check_same_options, current_group
-from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, share, shared_budget
-from deltabars.runtime.vectors import Spaces
-
-_Part = tuple[Tensor, Tensor, Tensor, float, Tensor]
-Watching = Callable[[Inputs, Mapping[str, Tensor]], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the examples of some data.
-
-    Attributes:
-        loss: Σ lossₙ.
-        weight: Σ of the examples' weights; N where they all count alike.
-        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
-        right: how many labels are predicted right, NaN where there are none.
-        moments: of the targets (see `Likelihood.constant_answer`).
-    """
-
-    loss: float
-    weight: float
-    gradient: Tensor
-    right: float
-    moments: Tensor
-
-    def over(self, group: Group) -> Totals:
-        """The totals of all ranks.
-
-        Raises:
-            DataError: none of the examples counts.
-        """
-        parts = group.gather((self.loss, self.weight, self.right))
-        loss, weight, right = (math.fsum(column) for column in zip(*parts, strict=True))
-        if not weight > 0:
-            raise DataError(
-                "Targets: expected examples that count, got weight 0 for every class in the data. "
-                "Give each class a weight above zero."
-            )
-        moments = group.sum_(self.moments)
-        return Totals(loss, weight, group.sum_(self.gradient), right, moments)
-
-
-def add_up(
-    network: Network,
-    likelihood: Likelihood,
-    num_outputs: int,
-    chunks: Iterable[Batch],
-    chunk_size: ChunkSize,
-    watch: Watching,
-    report: Callable[[int], None],
-) -> Totals:
-    """The totals of all chunks, with every output, target and loss checked.
-
-    Args:
-        num_outputs: C, which every chunk must have.
-        chunk_size: halved where memory runs out.
-        watch: gives, for inputs and parameters, a context to run the forward pass in.
-        report: called with the examples done.
-
-    Raises:
-        DataError, ModelError: what was expected, found, and to be done.
-    """
-    gradient = torch.zeros(network.parameters.size, device=network.device, dtype=torch.float64)
-    loss = weight = right = 0.0
-    moments: Tensor | float = 0.0
-    done = 0
-    work = partial(_of_chunk, network, likelihood, num_outputs, watch)
-    parts: Iterator[_Part] = chunk_size.each(chunks, work)
-    for losses, weights, part, of_labels, of_targets in parts:
-        bad = int((~losses.isfinite()).sum())
-        if bad:
-            raise DataError(
-                f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
-                f"of {len(losses)} examples. Look for outputs that overflow."
-            )
-        loss += float(losses.double().sum())
-        weight += float(weights.double().sum())
-        gradient += part
-        right += of_labels
-        moments = of_targets + moments
-        done += len(losses)
-        report(done)
-    if not bool(gradient.isfinite().all()):
-        raise ModelError(
-            "Gradients: expected finite values, got NaN or infinity. Look for square roots "
-            "or logarithms at zero in the model."
-        )
-    assert isinstance(moments, Tensor)
-    return Totals(loss, weight, gradient, right, moments)
-
-
-def _of_chunk(
-    network: Network,
-    likelihood: Likelihood,
-    num_outputs: int,
-    watch: Watching,
-    batch: Batch,
-) -> _Part:
-    """Of a chunk: the losses (B,), their weights (B,), and the gradient (P,) of the losses' sum;
-    how many labels are right; and the moments of the targets.
-    """
-    targets = batch.targets
-    assert targets is not None
-    outputs = losses = torch.empty(0)
-
-    def total(found: Tensor) -> Tensor:
-        nonlocal outputs, losses
-        outputs = found
-        if outputs.shape[1] != num_outputs:
-            raise ModelError(
-                f"Model output: expected {num_outputs} columns on every batch, got "
-                f"{outputs.shape[1]}."
-            )
-        likelihood.check_targets(outputs, targets)
-        losses = likelihood.loss(outputs, targets)
-        return losses.sum()
-
-    gradient = network.gradient(batch.inputs, total, partial(watch, batch.inputs))
-    outputs = outputs.detach()
-    check_independence(network, batch.inputs, outputs)
-    label = likelihood.label(likelihood.mean(outputs))
-    right = math.nan
-    if label is not None and label.shape == targets.shape:
-        right = float(label.eq(targets).double().mean()) * len(targets)
-    weights = likelihood.weights(outputs, targets)
-    return losses.detach(), weights, gradient, right, likelihood.moments(outputs, targets)
-
+from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
-_COPIES = 6  # of the activations kept for derivatives, that these take about
-_PROBE = 64  # examples that the model is tried out on
+_COPIES = 6  # of the activations of a chunk, that derivatives take about
+_PROBE = 64  # examples that the model is tried on
 _FAR, _FAR_RELATIVE = 1.0, 0.5
 _AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
-_HARDLY = 0.95  # of the mean loss of a constant answer
+_HARDLY = 0.95  # of the mean loss of the best constant outputs
 TRAIN_ON = (
     "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
     "SGD and Adam; not of AdamW)."
@@ -168,7 +44,7 @@ TRAIN_ON = (
 
 
 def is_far(relative_gradient: float, distance: float | None) -> bool:
-    """Whether the optimum is so far that predictions there lie outside of their error bars.
+    """Return whether predictions at the optimum lie outside of their error bars here.
 
     Args:
         relative_gradient: ‖∇cost‖ over the norms of its two parts.
@@ -178,17 +54,55 @@ def is_far(relative_gradient: float, distance: float | None) -> bool:
 
 
 def how_far(relative_gradient: float, distance: float | None) -> str:
-    """The same in words."""
+    """Describe the distance from the optimum in a sentence."""
     if distance is None:
         return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
     return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over examples.
+
+    Attributes:
+        loss: Σ lossₙ.
+        weight: Σ of the examples' weights; N where all count alike.
+        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
+        right: how many labels are predicted right; NaN where targets are no labels.
+        moments: of the targets (see `Likelihood.constant_answer`).
+        count: how many examples.
+    """
+
+    loss: float
+    weight: float
+    gradient: Tensor
+    right: float
+    moments: Tensor
+    count: int
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.loss + other.loss,
+            self.weight + other.weight,
+            self.gradient + other.gradient,
+            self.right + other.right,
+            self.moments + other.moments,
+            self.count + other.count,
+        )
+
+    def over(self, group: Group) -> Totals:
+        """Sum over all processes."""
+        parts = group.gather_objects((self.loss, self.weight, self.right, self.count))
+        loss, weight, right, count = (math.fsum(column) for column in zip(*parts, strict=True))
+        gradient, moments = group.all_reduce_(self.gradient), group.all_reduce_(self.moments)
+        return Totals(loss, weight, gradient, right, moments, int(count))
+
+
 class Problem:
-    """Everything the curvature of a training cost depends on, checked.
+    """Everything that the curvature of a training cost depends on, checked.
 
     Args:
-        model: a module that returns outputs (B, C), which is never altered; or one captured before.
+        model: a module that returns outputs (B, C), which is never altered; or a captured one.
         data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, a Loss, or the loss
             module of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
@@ -197,9 +111,9 @@ class Problem:
             loss module, of the cost that has that module for its loss.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes that caches may take; half of the free memory by default.
-        chunk_size: examples that are worked on at a time; by default as many as the memory
-            budget has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all
-            the same, half as many are tried, with a warning.
+        chunk_size: examples that are processed at a time; by default as many as the memory budget
+            has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all the
+            same, half as many are tried, with a warning.
         deterministic: the same bits each time on a GPU too (see `fit`).
         allow_probabilities: take outputs that look like probabilities for logits all the same.
         on_progress: called with the examples done and what is being done with them.
@@ -207,21 +121,19 @@ class Problem:
     Attributes:
         likelihood: with weights, if any, of mean one over the data.
         given_l2: λ as it was given.
-        prior: λ of the cost above: that one, unless a loss module reduces in another way.
-        train_accuracy: of the labels that the model predicts for its training data; None where
-            targets are none.
+        prior: λ of the cost above: the given one, unless a loss module reduces in another way.
+        train_accuracy: on the training data; None where targets are no labels.
         constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
         ranges: of the first inputs (see `behaviour`).
-        units: which units of the network any example switches on.
-        reached: the places in ω of the parameters that the losses depend on, (P',), ascending; None
-            where it is all of them, as far as is known.
-
-        on_chunk: called with the examples of each chunk before it is worked on.
+        reached: the indices in ω of the parameters that any output depends on, (P',), ascending;
+            None for all.
+        on_chunk: called with the number of examples of each chunk before it is processed.
 
     Raises:
         ModelError, DataError, BadValueError: with what was expected, found, and to be done.
 
-    Cost: two passes over data that come from a loader, and one gradient.
+    Cost: two passes over data that come from a loader, and one gradient; two where some parameters
+    have a derivative of zero throughout.
     """
 
     on_chunk: Callable[[int], None] | None = None
@@ -252,7 +164,7 @@ class Problem:
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
         self._check_same_everywhere((loss.divided_by, loss.multiple))
-        self.memory_budget = shared_budget(memory_budget, self.device, self.group)
+        self.memory_budget = _budget(memory_budget, self.device, self.group)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
             raise BadValueError(
                 f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
@@ -262,38 +174,34 @@ class Problem:
         self.data = TrainingData(
             data, self.device, self.dtype, room, report, self.group, self.likelihood.counted
         )
-        self.num_outputs = 0  # until the model is probed
+        self.num_outputs = 0  # until the model is tried
         advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))
         self.ranges = ranges_of(first.inputs)
-        self._pixels = _raw_pixels(first)
+        self._pixels = _advice_on_pixels(first)
         with model_errors(advice):
             self.network = self.network.settled(first.inputs)
         with self.network.evaluation(), model_errors(advice):
-            self.num_outputs = self._probe(first, allow_probabilities)
+            self.num_outputs = self._try(first, allow_probabilities)
             self._check_same_function(first)
             self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
             self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
-            self.units = Units(self.network, self.group)
             totals = self._read_losses(report)
-            self.mean_loss = totals.loss / totals.weight
-            right = totals.right / self.num_examples
-            self.train_accuracy = None if math.isnan(right) else right
-            self.constant_answer = self.likelihood.constant_answer(
-                totals.moments, self.num_examples
-            )
-            self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
-            factor = loss.l2_factor(self.num_examples, self.num_outputs, totals.weight)
-            self.prior = given.times(factor)
-            self.reached = self.units.reached(first.inputs, totals.gradient)
-            self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
+            self.reached = self._find_reached(totals.gradient)
+        self.mean_loss = totals.loss / totals.weight
+        right = totals.right / self.num_examples
+        self.train_accuracy = None if math.isnan(right) else right
+        self.constant_answer = self.likelihood.constant_answer(totals.moments, self.num_examples)
+        self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
+        self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, totals.weight))
+        self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
 
     @property
     def parameters(self) -> ParameterSpace:
-        """The parameters that count, and their places in the flat vector."""
+        """The parameters that count, and their positions in the flat vector."""
         return self.network.parameters
 
     @property
@@ -303,7 +211,7 @@ class Problem:
 
     @property
     def num_reached(self) -> int:
-        """P': how many of them the losses depend on."""
+        """P': how many of them any output depends on."""
         return self.num_parameters if self.reached is None else len(self.reached)
 
     @property
@@ -349,7 +257,7 @@ class Problem:
         return self.l2 * (point if scale is None else point / scale.square())
 
     def chunks(self, size: int | None = None) -> Iterator[Batch]:
-        """One pass over the data in chunks, on the device."""
+        """Yield the data once, in chunks on the device."""
         for batch in self.data.chunks(size or self.chunk_size.value):
             if self.on_chunk is not None:
                 self.on_chunk(len(batch))
@@ -358,28 +266,10 @@ class Problem:
             yield Batch(batch.inputs, targets)
 
     def losses(self, trained: dict[str, Tensor], batch: Batch) -> Tensor:
-        """The loss of each example of a batch, (B,), as a function of the parameters."""
+        """Compute the loss of each example of a batch, (B,), as a function of the parameters."""
         assert batch.targets is not None
         outputs = self.network.outputs(trained, batch.inputs)
         return self.likelihood.loss(outputs.double(), batch.targets)
-
-    def warn_if_far_from_optimum(self, distance: float | None) -> None:
-        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
-
-        Args:
-            distance: from the optimum, in error bars; None where it is not known.
-        """
-        chance = self._chance()
-        if chance or is_far(self.relative_gradient, distance):
-            moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
-            warnings.warn(
-                f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
-                f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
-                f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
-                f"{self._advice_on_training_mode()}",
-                OptimumWarning,
-                stacklevel=3,
-            )
 
     @property
     def is_at_chance(self) -> bool:
@@ -398,22 +288,36 @@ class Problem:
         guesses = found is not None and found <= accuracy + spread
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
-    def _chance(self) -> str:
-        """In words, that the model is no better than chance; empty where it is."""
-        if not self.is_at_chance:
-            return ""
+    def warn_if_far_from_optimum(self, distance: float | None) -> None:
+        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
+
+        Args:
+            distance: from the optimum, in error bars; None where it is not known.
+        """
+        if not self.is_at_chance and not is_far(self.relative_gradient, distance):
+            return
+        chance = self._advice_on_chance() if self.is_at_chance else ""
+        moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
+        warnings.warn(
+            f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
+            f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
+            f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
+            f"{self._advice_on_training_mode()}",
+            OptimumWarning,
+            stacklevel=3,
+        )
+
+    def _advice_on_chance(self) -> str:
         accuracy, loss = self.constant_answer
         found, best = "", ""
         if self.train_accuracy is not None:
-            found, best = (
-                f"a training accuracy of {self.train_accuracy:.1%} and ",
-                f"{accuracy:.1%}, ",
-            )
+            found = f"a training accuracy of {self.train_accuracy:.1%} and "
+            best = f"{accuracy:.1%}, "
         return (
             f"Expected weights that were trained on these data, got {found}a mean loss of "
-            f"{self.mean_loss:.4g}, which is that of chance (the best answer that is always the "
-            f"same has {best}{loss:.4g}). Load the trained weights, and prepare inputs and targets "
-            f"as in training.{self._pixels} "
+            f"{self.mean_loss:.4g}, which is that of chance (the best constant outputs have "
+            f"{best}{loss:.4g}). Load the trained weights, and prepare inputs and targets as in "
+            f"training.{self._pixels} "
         )
 
     def _advice_on_training_mode(self) -> str:
@@ -425,18 +329,16 @@ class Problem:
         if not kinds:
             return ""
         last = set(LastLayer().names(self.network.model))
-        other = (
-            ""
-            if last.issuperset(self.parameters.names)
-            else f", or take {option('params', LastLayer())}, which is less affected"
-        )
+        is_last = last.issuperset(self.parameters.names)
+        other = f", or take {option('params', LastLayer())}, which is less affected"
         return (
             f" The model has {' and '.join(sorted(kinds))}, so the cost it was trained with is not "
-            f"quite this one, of eval mode: train on for a while in eval mode{other}."
+            f"quite this one, of eval mode: train on for a while in eval mode"
+            f"{'' if is_last else other}."
         )
 
     def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
-        """Refuse a rank with another model or other options."""
+        """Refuse a process with another model or other options."""
         network = self.network
         state = {**network.trained, **network.constants}
         options = {
@@ -450,28 +352,26 @@ class Problem:
         check_same_options(self.group, options)
 
     def _check_same_function(self, batch: Batch) -> None:
-        """Refuse a rank whose model gives other outputs for the first rank's inputs."""
+        """Refuse a process whose model gives other outputs for the first process's inputs."""
         if self.group.size == 1:
             return
-        few = batch.rows(slice(0, 3)).inputs
-        few = map_leaves(
-            lambda leaf: leaf.to(self.device), self.group.agreed(map_leaves(Tensor.cpu, few))
-        )
+        few = map_leaves(Tensor.cpu, batch.rows(slice(0, 3)).inputs)
+        few = map_leaves(lambda leaf: leaf.to(self.device), self.group.broadcast_object(few))
         found = self.network.outputs(dict(self.network.trained), few).cpu()
-        first, *others = self.group.gather(found)
+        first, *others = self.group.gather_objects(found)
         for rank, other in enumerate(others, 1):
             same = other.shape == first.shape and torch.allclose(
                 other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
             )
             if not same:
                 raise ModelError(
-                    "Model: expected the same weights and the same forward pass on every rank, got "
-                    f"other outputs on rank {rank} than on rank 0. Load the weights from one file, "
-                    "or broadcast those of the first rank."
+                    "Model: expected the same weights and the same forward pass in every process, "
+                    f"got other outputs in process {rank} than in process 0. Load the weights from "
+                    "one file, or broadcast those of the first process."
                 )
 
-    def _probe(self, batch: Batch, allow_probabilities: bool) -> int:
-        """Check the outputs on one chunk; the number of outputs C."""
+    def _try(self, batch: Batch, allow_probabilities: bool) -> int:
+        """Check the outputs of one chunk; return the number of outputs C."""
         outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
         if outputs.shape[0] != len(batch):
             raise ModelError(
@@ -495,7 +395,7 @@ class Problem:
             )
             raise ModelError(
                 f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
-                f"it out, or return {inverse} of what it gives: the loss applies a {end} itself. "
+                f"it out, or return {inverse} of its result: the loss applies a {end} itself. "
                 f"{option('allow_probabilities', True)} takes them for logits."
             )
         return outputs.shape[1]
@@ -515,24 +415,106 @@ class Problem:
         return chunk_within(self.memory_budget, per_example, most, self.device)
 
     def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
-        """The sums over all examples; weights are brought to a mean of one on the way."""
-        totals = add_up(
-            self.network,
-            self.likelihood,
-            self.num_outputs,
-            self.chunks(),
-            self.chunk_size,
-            self.units.watch,
-            lambda done: report(done, f"gradient of {self.num_examples}"),
-        )
+        """Sum over all examples, with every output, target and loss checked.
+
+        Brings weights of examples to a mean of one.
+        """
+        totals: Totals | None = None
+        for part in self.chunk_size.each(self.chunks(), self._totals_of):
+            totals = part if totals is None else totals + part
+            report(totals.count, f"gradient of {self.num_examples}")
+        assert totals is not None
         totals = totals.over(self.group)
+        if not bool(totals.gradient.isfinite().all()):
+            raise ModelError(
+                "Gradients: expected finite values, got NaN or infinity. Look for square roots "
+                "or logarithms at zero in the model."
+            )
+        if not totals.weight > 0:
+            raise DataError(
+                "Targets: expected examples that count, got weight 0 for every class in the data. "
+                "Give each class a weight above zero."
+            )
         if totals.weight != self.num_examples:
             self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
         return totals
 
+    def _totals_of(self, batch: Batch) -> Totals:
+        """Sum over one chunk."""
+        targets, likelihood = batch.targets, self.likelihood
+        assert targets is not None
+        outputs = losses = torch.empty(0)
+
+        def total(found: Tensor) -> Tensor:
+            nonlocal outputs, losses
+            outputs = found
+            if outputs.shape[1] != self.num_outputs:
+                raise ModelError(
+                    f"Model output: expected {self.num_outputs} columns on every batch, got "
+                    f"{outputs.shape[1]}."
+                )
+            likelihood.check_targets(outputs, targets)
+            losses = likelihood.loss(outputs, targets)
+            return losses.sum()
+
+        gradient = self.network.gradient(batch.inputs, total).double()
+        outputs, losses = outputs.detach(), losses.detach()
+        check_independence(self.network, batch.inputs, outputs)
+        bad = int((~losses.isfinite()).sum())
+        if bad:
+            raise DataError(
+                f"Losses: expected finite values, got {bad} NaN or infinite ones in a chunk "
+                f"of {len(losses)} examples. Look for outputs that overflow."
+            )
+        label = likelihood.label(likelihood.mean(outputs))
+        right = math.nan
+        if label is not None and label.shape == targets.shape:
+            right = float(label.eq(targets).double().mean()) * len(targets)
+        weight = float(likelihood.weights(outputs, targets).double().sum())
+        moments = likelihood.moments(outputs, targets)
+        return Totals(float(losses.double().sum()), weight, gradient, right, moments, len(batch))
+
+    def _find_reached(self, gradient: Tensor) -> Tensor | None:
+        """Find the parameters with a nonzero derivative of any output for any example.
+
+        Silent ReLU units and inputs that are always zero leave many without. Candidates are those
+        whose gradient is exactly zero; a pass with random cotangents decides, in which nothing
+        cancels but by chance.
+        """
+        if not bool((gradient == 0).any()):
+            return None
+        found = torch.zeros_like(gradient)
+        generator = torch.Generator().manual_seed(0)
+
+        def derivatives(batch: Batch) -> Tensor:
+            def total(outputs: Tensor) -> Tensor:
+                drawn = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+                return (outputs * drawn.to(outputs)).sum()
+
+            return self.network.gradient(batch.inputs, total)
+
+        for part in self.chunk_size.each(self.chunks(), derivatives):
+            found += (part != 0).to(found)
+        found = self.group.all_reduce_(found)
+        return None if bool((found > 0).all()) else found.nonzero().squeeze(1)
+
+
+def _budget(memory_budget: int | None, device: torch.device, group: Group) -> int:
+    """Return the budget of each process: processes on one device share what is free there.
+
+    The smallest of all, because what one process keeps decides for all how far a basis grows.
+    """
+    budget = resolve_budget(memory_budget, device)
+    kind = device.type
+    if kind == "cuda":  # each process may see its GPU as the first
+        kind = str(torch.cuda.get_device_properties(device).uuid)
+    devices = group.gather_objects((platform.node(), kind))
+    alike = devices.count(devices[group.rank])
+    return min(group.gather_objects(budget if memory_budget is not None else budget // alike))
+
 
 def _advice_on_integers(signature: Signature) -> str:
-    """What may be wrong with inputs of an integer type that a model does not take."""
+    """Return a hint for inputs of an integer type that a model does not take."""
     found = [kind for kind in signature.dtypes if "int" in kind]
     if not found:
         return ""
@@ -542,8 +524,8 @@ def _advice_on_integers(signature: Signature) -> str:
     )
 
 
-def _raw_pixels(batch: Batch) -> str:
-    """What may be wrong with inputs that are the numbers of a picture's file; else nothing."""
+def _advice_on_pixels(batch: Batch) -> str:
+    """Return a hint for inputs that are the numbers of a picture's file."""
     for leaf in leaves(batch.inputs):
         values = leaf.float()
         if (leaf.dtype != torch.uint8 and not leaf.is_floating_point()) or leaf.ndim < 2:
