@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from deltabars.runtime import VERSION
 
 if TYPE_CHECKING:
-    from deltabars import curvature, eigen, errors, likelihoods
+    from deltabars import curvature, distributed, eigen, errors, likelihoods
     from deltabars.cli.sources.models import trained
     from deltabars.eigen.pairs import EigenPairs
+    from deltabars.fitting.checkpoints import CheckpointFolder
     from deltabars.fitting.fit import fit
     from deltabars.fitting.fitted import DeltaFit
     from deltabars.fitting.loading import load
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
     from deltabars.prediction.prediction import Prediction
     from deltabars.problem.parameters import last_layer
     from deltabars.problem.problem import Problem
-    from deltabars.runtime import distributed
-    from deltabars.runtime import distributed as ranks
-
 
 __version__ = VERSION
 
 __all__ = [
+    "CheckpointFolder",
     "DeltaFit",
     "EigenPairs",
     "Prediction",
@@ -47,11 +46,11 @@ __all__ = [
     "load",
     "metrics",
     "ranking",
-    "ranks",
     "trained",
 ]
 
 _DEFINED_IN = {
+    "CheckpointFolder": "fitting.checkpoints",
     "DeltaFit": "fitting.fitted",
     "EigenPairs": "eigen.pairs",
     "Prediction": "prediction.prediction",
@@ -61,20 +60,19 @@ _DEFINED_IN = {
     "load": "fitting.loading",
     "trained": "cli.sources.models",
 }
-# Modules that can be imported by a shorter name; `ranks`, `blocks` and `checkpoints` are those of
-# version 0.5, and go with the next one.
+# Modules with a shorter name; those below the line are of version 0.5 and go with the next one.
 _ALIASES = {
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",
-    "ranks": "runtime.distributed",
-    "distributed": "runtime.distributed",
+    # ----
     "blocks": "cli.blocks.predicting",
     "checkpoints": "fitting.checkpoints",
+    "ranks": "distributed",
 }
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Imports the modules that have shorter names."""
+    """Import modules by their shorter names."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, alias = name.rpartition(".")
@@ -92,12 +90,13 @@ sys.meta_path.append(_Aliases())
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: torch takes seconds to import."""
-    if name not in __all__:
+    """Import a public name when it is first used: torch takes seconds to import."""
+    if name in _DEFINED_IN:
+        found = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+    elif name in __all__ or name in _ALIASES:
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in _DEFINED_IN:
-        return importlib.import_module(f"{__name__}.{name}")
-    found = getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
     globals()[name] = found
     return found
 

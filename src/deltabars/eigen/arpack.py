@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deltabars.eigen.checkpoint import Journal
 from deltabars.eigen.krylov import OnStep, Run, with_missed_copies
 from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
@@ -16,7 +17,6 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
-from deltabars.eigen.resuming import Course
 from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
 
 
@@ -29,7 +29,7 @@ def arpack(
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> EigenPairs:
-    """The `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
+    """Compute the `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
 
     ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
     `rank` further products. Copies of repeated eigenvalues, which its start vector cannot see, are
@@ -85,8 +85,7 @@ def arpack(
     norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
     pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
     budget = 2**62 if max_products is None else max_products
-    course = Course(None, matrix, generator)
-    run = Run(matrix, generator, limit, budget, size, None, course)
+    run = Run(matrix, generator, limit, budget, size, None, Journal(None, matrix, generator))
     pairs = with_missed_copies(run, pairs)
     statistics: dict[str, int | float | str] = {
         "solver": "arpack",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltabars.runtime.vectors import Space, inner
+from deltabars.distributed.space import Space
+from deltabars.runtime.sums import inner
 
 _COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
 _COLUMNS_AT_ONCE_ELSEWHERE = 4096
@@ -61,7 +62,9 @@ class Basis:
         panels = [*self._locked, *self._filled()]
         if not panels:
             return vectors.new_zeros(len(vectors), 0, dtype=torch.float64)
-        parts = self.space.sum_(torch.cat([inner(vectors, panel) for panel in panels], dim=1))
+        parts = self.space.group.all_reduce_(
+            torch.cat([inner(vectors, panel) for panel in panels], dim=1)
+        )
         sizes = [len(panel) for panel in panels]
         for part, panel in zip(parts.split(sizes, dim=1), panels, strict=True):
             vectors.addmm_(part.to(self._dtype), panel, alpha=-1)
@@ -90,7 +93,7 @@ class Basis:
         while sum(panel.shape[0] for panel in self._panels[:needed]) < self.rows:
             needed += 1
         del self._panels[needed:]
-        lengths = self.space.sum_(squares).sqrt().to(self._dtype).unsqueeze(1)
+        lengths = self.space.group.all_reduce_(squares).sqrt().to(self._dtype).unsqueeze(1)
         for panel, length in zip(
             self._filled(), lengths.split([len(rows) for rows in self._filled()]), strict=True
         ):
@@ -149,7 +152,7 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
         return factor @ lower, strengths
     turn, lengths = _principal(gram, space)
     left, strengths, right = torch.linalg.svd(factor @ (turn * lengths))
-    left, strengths, right = space.agree_(torch.cat([left, strengths[None], right])).split(
+    left, strengths, right = space.broadcast_(torch.cat([left, strengths[None], right])).split(
         [len(left), 1, len(right)]
     )
     strengths = strengths[0]
@@ -192,7 +195,7 @@ def _principal(gram: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     """Eigenvectors (columns) of a Gram matrix and the roots of its eigenvalues, descending."""
     values, columns = torch.linalg.eigh(gram)
     if len(gram) > 1:
-        found = space.agree_(torch.cat([columns, values[None]]))
+        found = space.broadcast_(torch.cat([columns, values[None]]))
         columns, values = found[:-1], found[-1]
     return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
 

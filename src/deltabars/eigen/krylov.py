@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from deltabars.eigen.basis import Basis, default_block_size, extend
-from deltabars.eigen.operators import _Products, as_products
+from deltabars.eigen.checkpoint import Checkpoint, Journal, Position
+from deltabars.eigen.operators import Products, as_products
 from deltabars.eigen.pairs import (
     EigenPairs,
     check_rank,
@@ -31,15 +32,7 @@ from deltabars.eigen.pairs import (
     warn_unconverged,
 )
 from deltabars.eigen.projected import Followed, Growth, Projected
-from deltabars.eigen.resuming import (
-    Checkpoint,
-    Course,
-    Patience,
-    Position,
-    found_pairs,
-    insert,
-    to_keep,
-)
+from deltabars.eigen.restart import Patience, found_pairs, insert, to_keep
 from deltabars.errors import BadValueError
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
@@ -47,50 +40,40 @@ IsOver = Callable[[], bool]  # whether to stop now, with what there is
 
 STOPPED = "stopped_by"  # in statistics, where it was `is_over`
 OUT_OF_TIME = "max_seconds"
-ROWS_LEFT = "rows_left"  # that an incremental SVD has not taken in
+ROWS_LEFT = "rows_left"  # that an incremental SVD has not processed
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
 _FIRST_CHECK = 16  # vectors, of a basis that may stop at any time
+_GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
+_SMALL_REST = 64  # dimensions outside the pairs: these can be searched whole
+_ROOM_FOR_ONE = 16  # vectors
 
 
-def lanczos(
-    operator: Any,
-    rank: int,
-    *,
-    smallest: int = 0,
-    tolerance: float | None = None,
-    max_products: int | None = None,
-    max_vectors: int | None = None,
-    seed: int = 0,
-    growth: Growth | None = None,
-    on_step: OnStep | None = None,
-    checkpoint: Checkpoint | None = None,
-    is_over: IsOver | None = None,
-) -> EigenPairs:
-    """The `rank` algebraically largest eigenpairs, by Lanczos with full reorthogonalisation.
+class KrylovOptions(TypedDict, total=False):
+    """The options of both solvers (see `block_krylov`)."""
 
-    One product a step: the fewest products, for matrices whose products are dear. A converged
-    set is probed for copies of repeated eigenvalues, which the start vector cannot see.
+    smallest: int
+    tolerance: float | None
+    max_products: int | None
+    max_vectors: int | None
+    seed: int
+    growth: Growth | None
+    on_step: OnStep | None
+    checkpoint: Checkpoint | None
+    is_over: IsOver | None
+
+
+def lanczos(operator: Any, rank: int, **options: Unpack[KrylovOptions]) -> EigenPairs:
+    """Compute the `rank` algebraically largest eigenpairs, by Lanczos.
+
+    One product a step: the fewest products, for matrices whose products are dear. A converged set
+    is probed for copies of repeated eigenvalues, which the start vector cannot see.
 
     Args:
         operator: a symmetric matrix (see `eigen.operators.as_products`).
         rank: how many pairs, 1 to P.
-        smallest: how many eigenvalues of the lower end must converge as well.
-        tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
-        max_products: stop there, with a warning if pairs have not converged; no limit by default.
-        max_vectors: rows that the basis may have before it is restarted, at the cost of further
-            products; at least `rank + smallest` and two blocks. No limit by default. Stops with a
-            warning where restarts bring nothing any more (a cluster of more eigenvalues than that).
-        seed: of the random start vector.
-        growth: stops as soon as the pairs that have converged are enough by its measure; `rank`
-            is then the most there may be, and where the basis is full, what has converged is
-            returned and nothing is restarted.
-        on_step: called with the products done and the pairs converged.
-        checkpoint: where the state is saved at intervals, and taken up where it was left: with
-            the same operator and arguments, to the same bits on a CPU.
-        is_over: asked between steps. Where it says so, the largest pairs that have converged by
-            then are returned, at least one of them, and the state is saved.
+        options: those of `block_krylov`, but for `block_size`, which is 1.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
     and two blocks, the result included); m²P operations for m steps.
@@ -102,8 +85,8 @@ def lanczos(
         >>> [round(float(value), 6) for value in pairs.values]
         [100.0, 99.0, 98.0]
     """
-    limits = _Limits(tolerance, max_products, max_vectors, growth, is_over)
-    return _solve("lanczos", operator, rank, 1, smallest, limits, seed, on_step, checkpoint)
+    pairs = block_krylov(operator, rank, block_size=1, **options)
+    return replace(pairs, statistics={**pairs.statistics, "solver": "lanczos"})
 
 
 def block_krylov(
@@ -121,73 +104,63 @@ def block_krylov(
     checkpoint: Checkpoint | None = None,
     is_over: IsOver | None = None,
 ) -> EigenPairs:
-    """The `rank` algebraically largest eigenpairs, by block Lanczos (block Krylov, Rayleigh-Ritz).
+    """Compute the `rank` algebraically largest eigenpairs, by block Lanczos.
 
     More products than `lanczos`, in blocks: faster where many vectors cost little more than one
-    (a kept Jacobian). Arguments as for `lanczos`; `block_size` is a tenth of the rank by default,
-    between 2 and 100.
+    (a kept Jacobian).
+
+    Args:
+        operator: a symmetric matrix (see `eigen.operators.as_products`).
+        rank: how many pairs, 1 to P.
+        block_size: a tenth of the rank by default, between 2 and 100.
+        smallest: how many eigenvalues of the lower end must converge as well.
+        tolerance: for ‖Aq − λq‖ / residual_scale; 1e-5 in float32, 1e-10 in float64.
+        max_products: stop there, with a warning if pairs have not converged; no limit by default.
+        max_vectors: rows that the basis may have before it is restarted, at the cost of further
+            products; at least `rank + smallest` and two blocks. No limit by default. Stops with a
+            warning where restarts no longer help (a cluster of more eigenvalues than that).
+        seed: of the random start vectors.
+        growth: stops as soon as the converged pairs are enough by its measure; `rank` is then the
+            most there may be, and where the basis is full, what has converged is returned and
+            nothing is restarted.
+        on_step: called with the products done and the pairs converged.
+        checkpoint: where the state is saved now and then, and resumed from: with the same operator
+            and arguments, to the same bits on a CPU.
+        is_over: asked between steps. Where it returns True, the largest pairs that have converged
+            by then are returned, at least one, and the state is saved.
     """
-    size = block_size if block_size is not None else default_block_size(rank)
-    if size < 1:
+    block_size = default_block_size(rank) if block_size is None else block_size
+    if block_size < 1:
         raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    limits = _Limits(tolerance, max_products, max_vectors, growth, is_over)
-    return _solve("block_krylov", operator, rank, size, smallest, limits, seed, on_step, checkpoint)
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """When to stop and when to restart, as the user gave it."""
-
-    tolerance: float | None
-    max_products: int | None
-    max_vectors: int | None
-    growth: Growth | None
-    is_over: IsOver | None
-
-
-def _solve(
-    solver: str,
-    operator: Any,
-    rank: int,
-    block_size: int,
-    smallest: int,
-    limits: _Limits,
-    seed: int,
-    on_step: OnStep | None,
-    checkpoint: Checkpoint | None,
-) -> EigenPairs:
     matrix = as_products(operator)
-    check_rank(rank, matrix.shape[0])
-    if smallest < 0 or rank + smallest > matrix.shape[0]:
-        raise BadValueError(
-            f"smallest: expected 0 to {matrix.shape[0] - rank} (P − rank), got {smallest}."
-        )
-    limit = default_tolerance(matrix.dtype) if limits.tolerance is None else limits.tolerance
+    size = matrix.shape[0]
+    check_rank(rank, size)
+    if smallest < 0 or rank + smallest > size:
+        raise BadValueError(f"smallest: expected 0 to {size - rank} (P − rank), got {smallest}.")
+    limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
     check_tolerance(limit, matrix.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    budget = 2**62 if limits.max_products is None else limits.max_products
-    fewest = min(-(-rank // block_size) * block_size, matrix.shape[0])
-    if budget < fewest and limits.growth is None:
+    budget = 2**62 if max_products is None else max_products
+    fewest = min(-(-rank // block_size) * block_size, size)
+    if budget < fewest and growth is None:
         raise BadValueError(
             f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
         )
-    room = matrix.shape[0] if limits.max_vectors is None else limits.max_vectors
-    fixed = 0 if limits.growth is not None else rank + smallest
-    if not is_whole(room) or room < min(fixed + 2 * block_size, matrix.shape[0]):
+    room = size if max_vectors is None else max_vectors
+    least_room = (rank + smallest if growth is None else 0) + 2 * block_size
+    if not is_whole(room) or room < min(least_room, size):
         raise BadValueError(
-            f"max_vectors: expected a whole number from {fixed + 2 * block_size} on "
-            f"(the pairs and two blocks of {block_size}), got {room!r}."
+            f"max_vectors: expected a whole number from {least_room} on (the pairs and two blocks "
+            f"of {block_size}), got {room!r}."
         )
-    course = Course(checkpoint, matrix, generator, limits.growth)
-    run = Run(
-        matrix, generator, limit, budget, room, on_step, course, course.restarts, limits.is_over
-    )
-    pairs = course.found or run.largest(rank, block_size, smallest, growth=limits.growth)
+    generator = torch.Generator().manual_seed(seed)
+    journal = Journal(checkpoint, matrix, generator, growth)
+    run = Run(matrix, generator, limit, budget, room, on_step, journal, journal.restarts, is_over)
+    pairs = journal.found or run.largest(rank, block_size, smallest, growth=growth)
     if not run.is_stopped and bool((pairs.residuals <= limit).all()):
         pairs = with_missed_copies(run, pairs)
     statistics = {
         **pairs.statistics,
-        "solver": solver,
+        "solver": "block_krylov",
         "products": matrix.products,
         "restarts": run.restarts,
         "converged": int((pairs.residuals <= limit).sum()),
@@ -201,15 +174,15 @@ def _solve(
 
 @dataclass
 class Run:
-    """One matrix, and what its search may cost."""
+    """Search for eigenpairs of one matrix, within limits."""
 
-    matrix: _Products
+    matrix: Products
     generator: torch.Generator
     tolerance: float
     max_products: int
     max_vectors: int
     on_step: OnStep | None
-    course: Course
+    journal: Journal
     restarts: int = 0
     is_over: IsOver | None = None
     is_stopped: bool = False  # by that
@@ -222,14 +195,14 @@ class Run:
         locked: Tensor | None = None,
         growth: Growth | None = None,
     ) -> EigenPairs:
-        """The largest pairs of the matrix on the orthogonal complement of `locked` (L, p)."""
+        """Return the largest pairs on the orthogonal complement of `locked` (L, p)."""
         space, device, dtype = self.matrix.space, self.matrix.device, self.matrix.dtype
         basis = Basis(space, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
         followed = None if growth is None else Followed(growth, space)
         projected = Projected(device, space)
         room = space.size - (0 if locked is None else locked.shape[0])
         block_size = min(block_size, room)
-        at = self.course.take_up(basis, projected, followed, block_size)
+        at = self.journal.resume(basis, projected, followed, block_size)
         if at is None:
             start = space.random_rows(block_size, self.generator, device, dtype)
             basis.remove_from(start)
@@ -282,56 +255,51 @@ class Run:
             if self.on_step is not None:
                 self.on_step(self.matrix.products, converged)
             at = Position(block, norm, least, converged, next_check, self.restarts, patience)
-            self.course.save(basis, projected, at)
+            self.journal.save(basis, projected, at)
             if self.is_over is not None and self.is_over():
                 ritz = projected.ritz()
                 converged = min(ritz.leading(_MARGIN * self.tolerance), rank)
                 if converged:
                     self.is_stopped = True
-                    self.course.save(basis, projected, at, at_once=True)
+                    self.journal.save(basis, projected, at, at_once=True)
                     if followed is not None:
                         converged = followed.fewest(ritz, converged) or converged
                     return found_pairs(basis, ritz, converged, least, self.tolerance)
             del at
 
 
-_GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
-_SMALL_REST = 64  # dimensions outside the pairs: these can be searched whole
-_ROOM_FOR_ONE = 16  # vectors
-
-
 def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
-    """Look outside the pairs for a larger eigenvalue than the last, and take it in.
+    """Search outside the pairs for eigenvalues larger than the last, and insert them.
 
     A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
     further copies of a repeated one are only found by chance. A few steps from a random start,
-    orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds,
-    so what they show is there.
+    orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds, so
+    what they show is there.
     """
-    rank, course = len(pairs), run.course
+    rank, journal = len(pairs), run.journal
     run = replace(run, is_over=None)  # a few products, for pairs that are there in time
     beside = max(run.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
     while rank < run.matrix.shape[0]:
         search = replace(run, max_vectors=beside)
-        if not course.is_searching:
-            course.save_found(pairs, run.restarts)
+        if not journal.is_searching:
+            journal.save_found(pairs, run.restarts)
             if not _shows_more_than(pairs, search):
                 return pairs
         pairs = insert(pairs, search.largest(1, 1, locked=pairs.vectors))
-        course.copies += 1
+        journal.copies += 1
     return pairs
 
 
 def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
-    """Whether a few steps outside the pairs show a larger eigenvalue than their last."""
+    """Return whether a few steps outside the pairs show a larger eigenvalue than their last."""
     room = run.max_products - run.matrix.products
     if room < 2:
         return False
     rest = run.matrix.shape[0] - len(pairs)
     steps = rest if rest <= _SMALL_REST else _GUARD_PRODUCTS
     limit = run.matrix.products + min(steps, room)
-    unsaved = Course(None, run.matrix, run.generator)
-    probe = replace(run, max_products=limit, on_step=None, course=unsaved)
+    unsaved = Journal(None, run.matrix, run.generator)
+    probe = replace(run, max_products=limit, on_step=None, journal=unsaved)
     top = probe.largest(1, 1, locked=pairs.vectors).values[0]
     slack = 10 * run.tolerance * float(residual_scale(pairs.values)[-1])
     return float(top) > float(pairs.values[-1]) + slack

@@ -1,4 +1,4 @@
-"""What the solvers see of a matrix: its shape and its products with rows of vectors."""
+"""Matrices as the solvers see them: a shape, and products with rows of vectors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from deltabars.distributed.space import Space
 from deltabars.errors import BadValueError, option
-from deltabars.runtime.vectors import Space
 
 
 @runtime_checkable
@@ -22,8 +22,8 @@ class Operator(Protocol):
     def matmat(self, vectors: Tensor) -> Tensor: ...
 
 
-class _Products:
-    """A matrix given by a function of rows; counts the vectors it was asked for."""
+class Products:
+    """Count the products with a matrix that is given by a function of rows."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class _Products:
 
 
 def check_finite(products: Tensor) -> Tensor:
-    """The products themselves, refused where any is not finite."""
+    """Return products; refuse them where any is not finite."""
     if not bool(products.isfinite().all()):
         wider = f", or use {option('dtype', torch.float64)}"
         raise BadValueError(
@@ -58,15 +58,14 @@ def check_finite(products: Tensor) -> Tensor:
     return products
 
 
-def as_products(matrix: Any) -> _Products:
-    """Any symmetric matrix as products with rows.
+def as_products(matrix: Any) -> Products:
+    """Wrap any symmetric matrix as products with rows.
 
     Args:
         matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
             LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
             curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
-            are float64 on the CPU. One with a `space` (see `deltabars.space`) takes and gives rows
-            of the columns that are here.
+            are float64 on the CPU. One with a `space` works on the columns of this process.
     """
     shape = tuple(getattr(matrix, "shape", ()))
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
@@ -76,7 +75,7 @@ def as_products(matrix: Any) -> _Products:
     own = getattr(matrix, "device", None)
     device = own if isinstance(own, torch.device) else torch.device("cpu")
     function = _row_function(matrix, device, dtype)
-    return _Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
+    return Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
 
 
 def _row_function(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.distributed.space import Spaces
+from deltabars.distributed.vectors import first
 from deltabars.errors import BadValueError, ConvergenceWarning
-from deltabars.runtime.vectors import Spaces, first
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
@@ -161,7 +162,7 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
         spaces: of the larger matrix, and of A.
         elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
     """
-    space, places, here = spaces.whole, spaces.indices, spaces.indices_here
+    space, places, here = spaces.whole, spaces.indices, spaces.own_indices
     if places is None:
         return pairs
     count, others = len(pairs), space.size - len(places)

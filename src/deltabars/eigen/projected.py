@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deltabars.distributed.space import Space
 from deltabars.eigen.pairs import lower_scale, residual_scale
-from deltabars.runtime.vectors import Space
 
 _WORTH_A_TRIP = 256  # rows: from there on the device of the matrix is faster than the CPU
 
@@ -86,10 +86,10 @@ class Projected:
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
         values, coordinates = torch.linalg.eigh(self._matrix.to(here))
         if self._group.size > 1:
-            found = self._group.agree_(torch.cat([coordinates, values[None]]))
+            found = self._group.broadcast_(torch.cat([coordinates, values[None]]))
             values, coordinates = found[-1], found[:-1]
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
-        norms = self._group.agree_((self._coupling.T @ last).norm(dim=0))
+        norms = self._group.broadcast_((self._coupling.T @ last).norm(dim=0))
         return Ritz(values.cpu(), coordinates, norms)
 
     def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:
@@ -102,33 +102,23 @@ class Projected:
         self._matrix.diagonal().copy_(ritz.values[kept])
         return coordinates
 
-    def packed(self) -> dict[str, Tensor]:
-        """T and the coupling as tensors; of T, which is mostly zeros, the numbers that are not."""
-        lower = self._matrix.tril().flatten()
-        places = lower.view(torch.int64).nonzero()[:, 0]  # by their bits: −0.0 is one of them
-        return {"places": places, "entries": lower[places], "coupling": self._coupling}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return T and the coupling, for a checkpoint."""
+        return {"projected": self._matrix.clone(), "coupling": self._coupling}
 
-    def unpack(self, size: int, parts: Mapping[str, Tensor]) -> None:
-        """Become what `packed` gave the parts of, with T of that size.
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore T and the coupling.
 
         Raises:
-            ValueError, IndexError, KeyError: they are not such parts.
+            ValueError, KeyError: they are not such tensors.
         """
-        places, entries, coupling = parts["places"], parts["entries"], parts["coupling"]
-        kinds = (places.dtype, entries.dtype, coupling.dtype)
-        if kinds != (torch.int64, torch.float64, torch.float64) or places.shape != entries.shape:
-            raise ValueError("a projected matrix of another type")
+        matrix, coupling = tensors["projected"], tensors["coupling"]
+        size = matrix.shape[-1]
+        if matrix.shape != (size, size) or {matrix.dtype, coupling.dtype} != {torch.float64}:
+            raise ValueError("a projected matrix of another shape or type")
         if coupling.ndim != 2 or not 0 < coupling.shape[0] <= size:
             raise ValueError("a coupling of another shape")
-        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < size * size:
-            raise ValueError("entries beyond the projected matrix")
-        lower = torch.zeros(size * size, dtype=torch.float64)
-        lower[places] = entries
-        self._space = lower.view(size, size)
-        upper = self._space.T.triu(1).clone()
-        above = torch.ones(size, size, dtype=torch.bool).triu(1)
-        self._space[above] = upper[above]
-        self._coupling, self.size = coupling, size
+        self._space, self._coupling, self.size = matrix, coupling, size
 
 
 class Growth(Protocol):

@@ -1,4 +1,4 @@
-"""Error bars to any tolerance: the interval of a prediction, refined on the training data."""
+"""Error bars to any tolerance: fᵀA⁻¹f by conjugate gradients on the training data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.sensitivity import check_space
+from deltabars.distributed.group import current_group
+from deltabars.distributed.vectors import combined, group_of, projected
 from deltabars.eigen.pairs import is_whole
-from deltabars.eigen.quadrature import Enclosure, enclose_inverse_forms, least_tolerance
+from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
 from deltabars.fitting.describe import evidence_of
-from deltabars.fitting.predicting import check_batch_size, served, shows_progress
+from deltabars.fitting.options import check_batch_size
+from deltabars.fitting.predicting import served, shows_progress
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import unit_rows
 from deltabars.prediction.prediction import Prediction
@@ -26,11 +29,9 @@ from deltabars.prediction.scoring import read_inputs
 from deltabars.problem.batches import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
-from deltabars.runtime.distributed import current_group
 from deltabars.runtime.memory import BASIS, chunk_within, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import chosen, combined, group_of, projected
 
 OPERATORS: dict[str, type[RowOperator]] = {"opg": OPGOperator, "ggn": GGNOperator}
 
@@ -51,7 +52,7 @@ def certify(
     batch_size: int | None,
     progress: bool | None,
 ) -> Prediction:
-    """Predictions with intervals of a given width; arguments are those of `DeltaFit.certify`."""
+    """Predict with intervals of a given width; the arguments are those of `DeltaFit.certify`."""
     name = served(state, estimator)[0]
     if name not in OPERATORS:
         raise BadValueError(
@@ -66,8 +67,8 @@ def certify(
     count = max(current_group().size, group_of(state.spectra).size)
     if count > 1:
         raise BadValueError(
-            f"certify: expected one process, got {count} ranks. Save the fit, load it in one "
-            "process, or within deltabars.ranks.alone(), and certify there."
+            f"certify: expected one process, got {count}. Save the fit, load it in one process, or "
+            "within deltabars.distributed.alone(), and certify there."
         )
     least = least_tolerance(state.network.dtype)
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
@@ -106,17 +107,18 @@ def certify(
 
 
 class _Solver:
+    """The matrix A of an estimator at the noise of a fit, its preconditioner, and CG."""
+
     def __init__(
         self, state: FittedState, name: str, problem: Problem, tolerance: float, max_products: int
     ) -> None:
         self.state, self.name, self.problem = state, name, problem
         self.operator = OPERATORS[name](problem)
         self.tolerance, self.max_products = tolerance, max_products
-        # At noise σ the data part of G is over σ², and so is N (see `deltabars.noise`).
-        self.share = 1.0 / (state.noise or 1.0) ** 2 if name == "opg" else 1.0
+        # At noise σ the data part of G is over σ², and so is N (see `hyperparameters`).
+        self.factor = 1.0 / (state.noise or 1.0) ** 2 if name == "opg" else 1.0
         pairs = state.pairs_of(name)
-        self.norm = float(pairs.values[0])
-        self.vectors = chosen(pairs.vectors, problem.reached)  # (K, P')
+        self.norm, self.vectors = float(pairs.values[0]), pairs.vectors
         tail = Tail.after(pairs.values, state.rank, state.level, state.num_parameters)
         self.inverse_tail = 1.0 / tail.harmonic_mean
         self.weights = (1.0 / pairs.values - self.inverse_tail).to(self.vectors.dtype)
@@ -155,7 +157,7 @@ class _Solver:
         return chunk_within(room, per_input, _LARGEST_CHUNK, state.network.device)
 
     def _chunk(self, batch: Batch, space: str) -> tuple[Prediction, int]:
-        """The predictions of a batch, and how many of its intervals are too wide."""
+        """Predict a batch; return how many of its intervals are too wide as well."""
         state, likelihood = self.state, self.state.likelihood
         in_mean = space == "probability"
         outputs = torch.empty(0)
@@ -169,62 +171,44 @@ class _Solver:
             rows = state.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        shape = rows.shape[:2]
-        found = self._enclose(rows.flatten(0, 1))
-        low, high = (
-            part.view(shape) / state.informative_examples for part in (found.low, found.high)
-        )
-        mean = likelihood.mean(outputs)
-        value = mean if in_mean else outputs
-        noise = likelihood.target_noise
-        prediction = Prediction.compute(
-            value,
-            _spread(low, high),
-            likelihood.label(mean),
-            noise,
-            of_probabilities=in_mean and likelihood.discrete,
-        )
-        return prediction, int((~found.is_close).sum())
-
-    def _enclose(self, rows: Tensor) -> Enclosure:
-        """fᵀA⁻¹f: of the parameters that the examples reach, and of the others, where A is λ."""
-        reached, level = self.problem.reached, self.problem.l2
-        inside = rows if reached is None else rows.index_select(1, reached)
         found = enclose_inverse_forms(
             self._product,
-            inside,
-            level,
+            rows.flatten(0, 1),
+            self.problem.l2,
             self._precondition,
             self.tolerance,
             self.max_products,
             norm=self.norm,
         )
-        if reached is None:
-            return found
-        square = rows.double().square().sum(-1) - inside.double().square().sum(-1)
-        others = square.clamp(min=0) / level
-        return Enclosure(found.low + others, found.high + others, found.products, found.is_close)
+        low, high = (
+            part.view(rows.shape[:2]) / state.informative_examples
+            for part in (found.low, found.high)
+        )
+        mean = likelihood.mean(outputs)
+        prediction = Prediction.compute(
+            mean if in_mean else outputs,
+            Spread(
+                variance=((low.sqrt() + high.sqrt()) / 2).square(),
+                low=low,
+                high=high,
+                paper_delta=torch.zeros_like(low),
+                covariance=None,
+            ),
+            likelihood.label(mean),
+            likelihood.target_noise,
+            of_probabilities=in_mean and likelihood.discrete,
+        )
+        return prediction, int((~found.is_close).sum())
 
     def _product(self, rows: Tensor) -> Tensor:
-        image = self.operator.reached_matmat(rows)
-        if self.share == 1:
+        image = self.operator.whole_matmat(rows)
+        if self.factor == 1:
             return image
-        return self.share * image + (1 - self.share) * self.problem.l2 * rows
+        return self.factor * image + (1 - self.factor) * self.problem.l2 * rows
 
     def _precondition(self, rows: Tensor) -> Tensor:
-        """Σ̃ of the fit, times N: exact on the eigenvectors, the tail's middle elsewhere."""
+        """Multiply with N·Σ̃ of the fit: exact on the eigenvectors, the tail's middle elsewhere."""
         inside = projected(rows, self.vectors) * self.weights
         if isinstance(self.vectors, Tensor):
             return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
         return combined(inside, self.vectors) + self.inverse_tail * rows
-
-
-def _spread(low: Tensor, high: Tensor) -> Spread:
-    """A standard deviation in the middle of its interval, from that of each variance, (B, C)."""
-    return Spread(
-        variance=((low.sqrt() + high.sqrt()) / 2).square(),
-        low=low,
-        high=high,
-        paper_delta=torch.zeros_like(low),
-        covariance=None,
-    )

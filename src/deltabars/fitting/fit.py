@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,27 +14,27 @@ from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.eigen.pairs import EigenPairs, check_rank
-from deltabars.errors import BadValueError, DataWarning, ModelError, option
-from deltabars.fitting.checkpoints import Checkpoint, opened
+from deltabars.distributed.group import check_same_options, current_group, same_everywhere
+from deltabars.eigen.pairs import EigenPairs
+from deltabars.errors import DataWarning, ModelError, option
+from deltabars.fitting.checkpoints import Checkpoint, Session, opened
 from deltabars.fitting.describe import distance_from_optimum, interval_reach
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.growth import Probe, is_automatic
+from deltabars.fitting.growth import Probe
 from deltabars.fitting.hyperparameters import with_settled_noise
 from deltabars.fitting.identity import identity_of, manifest
-from deltabars.fitting.predicting import check_batch_size
-from deltabars.fitting.solving import SolverOptions, solve
+from deltabars.fitting.options import Deadline, FitOptions
+from deltabars.fitting.solving import solve
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
 from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection, plain_model
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.parameters import LastLayer, Selection, plain_model
+from deltabars.problem.prior import L2
 from deltabars.problem.problem import Problem
-from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.progress import Deadline, Progress, check_seconds
+from deltabars.runtime.progress import Progress
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
     "hessian": HessianOperator,
@@ -44,7 +42,6 @@ OPERATORS: dict[str, type[CurvatureOperator]] = {
     "ggn": GGNOperator,
 }
 
-_DEFAULT_RANK = 100
 _ALL_RIGHT = 0.995  # of the training examples: from there on opg is the poorer choice
 
 
@@ -91,12 +88,12 @@ def fit(
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
             bounds come with every prediction and say whether K was enough. `"auto"` goes on until
             they are within `tolerance` on a probe, or the basis fills its share of the memory
-            budget; `diagnostics["rank"]` says which, and what was reached.
-        tolerance: of `rank="auto"`: the most that score_error / score may be for any input of the
-            probe; 0.05 by default. It is a promise about the probe alone: where that is drawn from
-            the training examples 0.6 of the tolerance is aimed at, as errors on new inputs were up
-            to 1.6 times as large; on shifted ones they were up to 5.6 times, so give inputs like
-            those to be predicted.
+            budget; `diagnostics["rank"]` has which, and the error reached.
+        tolerance: of `rank="auto"`: the largest score_error / score for any input of the probe;
+            0.05 by default. It is a promise about the probe alone: where that is drawn from the
+            training examples the aim is 0.6 of the tolerance, as errors on new inputs were up to
+            1.6 times as large; on shifted ones up to 5.6 times, so give inputs like those to be
+            predicted.
         probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
             examples, drawn by the seed.
         params: which parameters count: None for all, name patterns, a predicate, or
@@ -113,46 +110,45 @@ def fit(
             of a loader's workers and whatever the program drew from torch's generators.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes to stay within; half of the free memory by default.
-        batch_size: examples worked on at a time, whatever the loader's batches are; by default
+        batch_size: examples processed at a time, whatever the loader's batches are; by default
             chosen from the size of the activations and the memory budget. Where memory runs out
             all the same, half as many are tried, with one warning.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
             of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
             is left is counted in the intervals.
-        max_products: products a matrix at the most; pairs that have not converged by then are
+        max_products: at most so many products a matrix; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
         deterministic: the same seed gives the same bits on a GPU too: of the fit, where
             `memory_budget` is given or does not bind, and of its predictions. With torch's
             deterministic algorithms alone; a model with an operation that has none is refused. On a
             CPU it changes nothing.
-        max_seconds: stop after so long with what there is by then: the pairs that have converged
-            (at least one a matrix), whose error bounds hold, with a warning that says how far it
-            came. Looked at between products: reading the data and one product are the least it
-            takes. With a checkpoint, the same call with more time resumes. None for no limit; for
-            the solvers `"auto"`, `"krylov"` and `"incremental"`.
+        max_seconds: stop after so long with the pairs that have converged by then (at least one a
+            matrix), whose error bounds hold, with a warning. Checked between products: reading the
+            data and one product are always done. With a checkpoint, the same call with more time
+            resumes. None for no limit; for the solvers `"auto"`, `"krylov"` and `"incremental"`.
         allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
             sigmoid, which are refused otherwise.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
-            goes on from there when it is called again with the same arguments, and ends with the
-            same bits on a CPU; one that had ended returns what it found. Solver `"dense"` and
-            `"arpack"` save whole matrices alone. `progress` and `max_seconds` may change, and
-            `device` and `batch_size` at the cost of last bits; anything else is refused.
+            is resumed by the same call, in as many processes, and ends with the same bits on a CPU;
+            a finished one returns its result. Solvers other than `"krylov"` save whole matrices
+            alone. `progress` and `max_seconds` may change, and `device` and `batch_size` at the
+            cost of last bits; anything else is refused.
         progress: whether to show it.
 
     Returns:
         A DeltaFit.
 
     Raises:
-        BadValueError, ModelError, DataError: each says what was expected, found, and to be done.
+        BadValueError, ModelError, DataError: with what was expected, found, and to be done.
         CheckpointMismatchError, CheckpointInUseError: the checkpoint is of another fit, or another
             process is working on it.
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
     recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
     data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
-    numbers (for K from 54 on), beside what is kept of the data.
+    numbers (for K from 54 on), beside the data that are kept.
 
     Example:
         >>> import deltabars
@@ -170,48 +166,28 @@ def fit(
     """
     started = time.perf_counter()
     group = current_group()
-    given = {
-        "estimator": estimator,
-        "rank": rank,
-        "tolerance": tolerance,
-        "probe": None if probe is None else "given",
-        "solver": solver,
-        "seed": seed,
-        "memory_budget": memory_budget,
-        "batch_size": batch_size,
-        "residual_tolerance": residual_tolerance,
-        "max_products": max_products,
-        "smallest": smallest,
-        "max_seconds": max_seconds,
-    }
     progress = progress and group.is_first
-    with group.together(), ExitStack() as stack:
-        check_same_options(
-            group,
-            {**given, "checkpoint": checkpoint is not None, "deterministic": deterministic},
-        )
-        options, automatic, limit = check_arguments(
-            model,
-            l2=l2,
-            estimator=estimator,
-            rank=rank,
-            tolerance=tolerance,
-            probe=probe,
-            params=params,
-            solver=solver,
-            seed=seed,
-            batch_size=batch_size,
-            residual_tolerance=residual_tolerance,
-            max_products=max_products,
-            smallest=smallest,
-            max_seconds=max_seconds,
-        )
-        deadline = Deadline(limit, group)
-        session = stack.enter_context(opened(checkpoint, group))
-        model = plain_model(model)
-        budget = memory_budget
-        if budget is None and session is not None:
-            budget = session.memory_budget
+    options = FitOptions(
+        estimator=estimator,
+        rank=rank,
+        tolerance=tolerance,
+        probe=None if probe is None else "given",
+        solver=solver,
+        seed=seed,
+        memory_budget=memory_budget,
+        batch_size=batch_size,
+        residual_tolerance=residual_tolerance,
+        max_products=max_products,
+        smallest=smallest,
+        max_seconds=max_seconds,
+        deterministic=deterministic,
+    )
+    check_same_options(group, {**options.as_json(), "checkpoint": checkpoint is not None})
+    model = plain_model(model)
+    options.check_for(model, params, l2)
+    deadline = Deadline(options.max_seconds, group)
+    with opened(checkpoint, group) as session:
+        resumed = None if session is None else session.memory_budget
         with Progress("Reading the data", None, "example", progress) as bar:
             problem = Problem(
                 model,
@@ -221,171 +197,156 @@ def fit(
                 l2,
                 device=device,
                 dtype=dtype,
-                memory_budget=budget,
+                memory_budget=resumed if memory_budget is None else memory_budget,
                 chunk_size=batch_size,
                 deterministic=deterministic,
                 allow_probabilities=allow_probabilities,
                 on_progress=bar.show,
             )
-        weights = problem.network.weights
-        if not same_everywhere(group, weights):
-            raise ModelError(
-                "Model: expected the same weights on every rank, got different ones. Load them "
-                "from one file, or broadcast those of the first rank."
-            )
-        if rank is None:
-            options = replace(options, rank=min(_DEFAULT_RANK, problem.num_parameters))
-            given["rank"] = options.rank
-        if automatic:
-            options = replace(options, rank=problem.num_reached)
-        record = manifest(problem, weights, {**given, "seed": options.seed, "max_seconds": limit})
-        diagnostics: dict[str, Any] = {
-            "manifest": record,
-            "mean_loss": problem.mean_loss,
-            "train_accuracy": problem.train_accuracy,
-            "given_l2": problem.given_l2,
-            "cost": problem.mean_loss + problem.penalty,
-            "parameters_reached": problem.num_reached,
-            "gradient_norm": float(problem.gradient.norm()),
-            "relative_gradient": problem.relative_gradient,
-            "at_chance": problem.is_at_chance,
-            "data_fingerprint": record["data"]["fingerprint"],
-            "seed": record["options"]["seed"],
-            "torch": record["torch"],
-            "device": record["device"],
-            "seconds_reading": time.perf_counter() - started,
-            "examples_left_out": problem.data.left_out,
+        _check_weights(problem)
+        options = options.resolved(problem.num_parameters)
+        diagnostics = _describe_problem(problem, options, time.perf_counter() - started)
+        _advise(problem, options, diagnostics, progress)
+        spectra = _solve_all(problem, options, probe, session, deadline, diagnostics, progress)
+    return _assemble(problem, options, spectra, diagnostics, progress)
+
+
+def _check_weights(problem: Problem) -> None:
+    if not same_everywhere(problem.group, problem.network.weights):
+        raise ModelError(
+            "Model: expected the same weights in every process, got different ones. Load them "
+            "from one file, or broadcast those of the first process."
+        )
+
+
+def _describe_problem(problem: Problem, options: FitOptions, seconds: float) -> dict[str, Any]:
+    """Return what is known of the problem before anything is solved."""
+    record = manifest(problem, options)
+    return {
+        "manifest": record,
+        "mean_loss": problem.mean_loss,
+        "train_accuracy": problem.train_accuracy,
+        "given_l2": problem.given_l2,
+        "cost": problem.mean_loss + problem.penalty,
+        "parameters_reached": problem.num_reached,
+        "gradient_norm": float(problem.gradient.norm()),
+        "relative_gradient": problem.relative_gradient,
+        "at_chance": problem.is_at_chance,
+        "data_fingerprint": record["data"]["fingerprint"],
+        "seed": options.seed,
+        "torch": record["torch"],
+        "device": record["device"],
+        "seconds_reading": seconds,
+        "examples_left_out": problem.data.left_out,
+    }
+
+
+def _advise(
+    problem: Problem, options: FitOptions, diagnostics: dict[str, Any], progress: bool
+) -> None:
+    """Warn of examples that are left out, and advise another estimator where opg is poor."""
+    likelihood, count = problem.likelihood, problem.data.left_out
+    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
+    if count and usual and problem.group.is_first:  # which nobody may have meant
+        warnings.warn(
+            f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
+            "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and uses the "
+            f"{problem.num_examples:,} others.",
+            DataWarning,
+            stacklevel=3,
+        )
+    if options.estimator == "opg" and (problem.train_accuracy or 0.0) >= _ALL_RIGHT:
+        diagnostics["estimator_advice"] = (
+            f"Estimator opg: {problem.train_accuracy:.1%} of the training examples are right, so "
+            "that their gradients are nearly zero and G hardly sees the data. "
+            f"{option('estimator', 'ggn')} does; it costs up to {problem.num_outputs} times as "
+            f"much, which {option('params', LastLayer())} makes small."
+        )
+        with Progress("Fit", None, "", progress) as bar:
+            bar.line(diagnostics["estimator_advice"])
+
+
+def _solve_all(
+    problem: Problem,
+    options: FitOptions,
+    probe: Any,
+    session: Session | None,
+    deadline: Deadline,
+    diagnostics: dict[str, Any],
+    progress: bool,
+) -> dict[str, EigenPairs]:
+    """Compute the eigenpairs of every matrix of the estimator."""
+    group, estimator = problem.group, options.estimator
+    sent = group.collectives, group.bytes
+    chosen = None
+    if options.is_automatic:
+        chosen = Probe.take(problem, probe, options.tolerance, options.seed)
+    if session is not None:
+        number = None if chosen is None else chosen.fingerprint
+        session.begin(identity_of(diagnostics["manifest"], problem, number), problem.memory_budget)
+    spectra: dict[str, EigenPairs] = {}
+    diagnostics["forecast"] = {}
+    # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
+    names = ESTIMATORS[estimator][::-1]
+    for index, name in enumerate(names):
+        operator = OPERATORS[name](problem)
+        growth = None
+        if chosen is not None:
+            growth = chosen.growth(operator, name, estimator, spectra)
+        spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(
+            name,
+            operator,
+            options,
+            progress=progress,
+            growth=growth,
+            checkpoint=None if session is None else session.of(name),
+            deadline=deadline.first_of(len(names) - index),
+        )
+        warn_about_spectrum(
+            name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
+        )
+        if growth is not None:
+            diagnostics["rank"] = growth.outcome(spectra[name])
+    if group.size > 1:
+        diagnostics["processes"] = {
+            "count": group.size,
+            "examples": problem.data.counts,
+            "source": problem.data.source,
+            "columns": problem.spaces.whole.columns.widths,
+            "collectives": group.collectives - sent[0],
+            "bytes": group.bytes - sent[1],
         }
-        _warn_of_examples_left_out(problem)
-        sent = group.messages, group.bytes
-        chosen = Probe.take(problem, probe, tolerance, options.seed) if automatic else None
-        if session is not None:
-            found = identity_of(
-                problem, weights, estimator, options.as_given(), chosen, memory_budget
-            )
-            session.begin(found, problem.memory_budget)
-        if estimator == "opg" and (problem.train_accuracy or 0.0) >= _ALL_RIGHT:
-            diagnostics["estimator_advice"] = (
-                f"Estimator opg: {problem.train_accuracy:.1%} of the training examples are right, "
-                "so that their gradients are nearly zero and G hardly sees the data. "
-                f"{option('estimator', 'ggn')} does; it costs up to {problem.num_outputs} times "
-                f"as much, which {option('params', LastLayer())} makes small."
-            )
-            with Progress("Fit", None, "", progress) as bar:
-                bar.say(diagnostics["estimator_advice"])
-        spectra: dict[str, EigenPairs] = {}
-        diagnostics["forecast"] = {}
-        # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
-        # together.
-        names = ESTIMATORS[estimator][::-1]
-        for index, name in enumerate(names):
-            operator = OPERATORS[name](problem)
-            growth = None if chosen is None else chosen.growth(name, estimator, spectra)
-            kept = None if session is None else session.of(name)
-            spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(
-                name,
-                operator,
-                options,
-                progress,
-                growth,
-                kept,
-                deadline.first_of(len(names) - index),
-            )
-            warn_about_spectrum(
-                name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
-            )
-            if growth is not None:
-                diagnostics["rank"] = growth.outcome(spectra[name], problem)
-        if session is not None:
-            session.end()
-        if group.size > 1:
-            diagnostics["ranks"] = {
-                "count": group.size,
-                "examples": problem.data.counts,
-                "source": problem.data.source,
-                "columns": problem.spaces.whole.columns.widths,
-                "messages": group.messages - sent[0],
-                "bytes": group.bytes - sent[1],
-            }
-    spectra = {name: spectra[name] for name in ESTIMATORS[estimator]}
-    state = FittedState(
-        estimator=estimator,
-        prior=problem.prior,
-        num_examples=problem.num_examples,
-        num_outputs=problem.num_outputs,
-        spectra=spectra,
-        diagnostics=diagnostics,
-        likelihood=problem.likelihood,
-        network=problem.network,
-        signature=problem.data.signature,
-        weights=weights,
-        behaviour=Behaviour.of(problem.network, problem.data.signature, problem.ranges),
-        memory_budget=memory_budget,
-        progress=progress,
+    return {name: spectra[name] for name in ESTIMATORS[estimator]}
+
+
+def _assemble(
+    problem: Problem,
+    options: FitOptions,
+    spectra: dict[str, EigenPairs],
+    diagnostics: dict[str, Any],
+    progress: bool,
+) -> DeltaFit:
+    network, signature = problem.network, problem.data.signature
+    state = with_settled_noise(
+        FittedState(
+            estimator=options.estimator,
+            prior=problem.prior,
+            num_examples=problem.num_examples,
+            num_outputs=problem.num_outputs,
+            spectra=spectra,
+            diagnostics=diagnostics,
+            likelihood=problem.likelihood,
+            network=network,
+            signature=signature,
+            weights=network.weights,
+            behaviour=Behaviour.of(network, signature, problem.ranges),
+            memory_budget=options.memory_budget,
+            progress=progress,
+        )
     )
-    state = with_settled_noise(state)
-    with group.together(), full_precision(problem.device):
+    with full_precision(problem.device):
         distance = distance_from_optimum(state, problem.gradient)
         reach = interval_reach(state)
     problem.warn_if_far_from_optimum(distance)
     found = {**diagnostics, "distance_from_optimum": distance, **reach}
     return DeltaFit(state.moved(diagnostics=found))
-
-
-def _warn_of_examples_left_out(problem: Problem) -> None:
-    """Warn where torch's own `ignore_index`, which nobody may have meant, leaves examples out."""
-    likelihood, count = problem.likelihood, problem.data.left_out
-    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
-    if count and usual and problem.group.is_first:
-        warnings.warn(
-            f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
-            "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and has the "
-            f"{problem.num_examples:,} others.",
-            DataWarning,
-            stacklevel=3,
-        )
-
-
-def check_arguments(
-    model: torch.nn.Module,
-    *,
-    l2: L2,
-    estimator: str = "opg",
-    rank: int | str | None = None,
-    tolerance: float | None = None,
-    probe: Any = None,
-    params: Selection = None,
-    solver: str = "auto",
-    seed: int = 0,
-    batch_size: int | None = None,
-    residual_tolerance: float | None = None,
-    max_products: int | None = None,
-    smallest: int = 0,
-    max_seconds: float | None = None,
-) -> tuple[SolverOptions, bool, float | None]:
-    """Refuse arguments of `fit` that are wrong for any data, before these are read.
-
-    Returns:
-        The options of the solver, whether the rank chooses itself, and the seconds there are.
-    """
-    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
-        raise BadValueError(
-            f"estimator: expected one of {list(ESTIMATORS)}, got {estimator!r}. A sandwich fit "
-            "serves hessian and opg as well."
-        )
-    automatic = is_automatic(rank, tolerance, probe, solver)
-    asked = _DEFAULT_RANK if rank is None or isinstance(rank, str) else rank
-    options = SolverOptions(solver, asked, seed, residual_tolerance, max_products, smallest)
-    options.check_for(ESTIMATORS[estimator])
-    limit = check_seconds(max_seconds)
-    if limit is not None and solver in ("dense", "arpack"):
-        raise BadValueError(
-            f"max_seconds: expected solver 'auto', 'krylov' or 'incremental', got {solver!r}, "
-            "which has no pairs before its end."
-        )
-    check_batch_size(batch_size)
-    space = ParameterSpace.select(plain_model(model), params)
-    Prior.read(l2, space)
-    if not automatic and rank is not None:
-        check_rank(options.rank, space.size)
-    return options, automatic, limit

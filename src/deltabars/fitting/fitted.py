@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deltabars.distributed.vectors import PartedVectors
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.certifying import certify
 from deltabars.fitting.describe import (
@@ -29,7 +30,6 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
 from deltabars.problem.prior import L2
-from deltabars.runtime.vectors import PartedVectors
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""A rank that chooses itself: eigenpairs until a probe's error bars are exact enough."""
+"""`rank="auto"`: compute eigenpairs until the error bars of a probe are exact enough."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS, build_covariance
+from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
+from deltabars.distributed.vectors import ShardedVectors, whole
 from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
 from deltabars.eigen.pairs import EigenPairs
-from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
+from deltabars.errors import ConvergenceWarning, DataError, option
+from deltabars.fitting.options import DEFAULT_TOLERANCE
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.scoring import read_inputs
@@ -22,9 +25,6 @@ from deltabars.problem.batches import Batch
 from deltabars.problem.data import fingerprint_of
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
-from deltabars.runtime.vectors import ShardedVectors, whole
-
-_DEFAULT_TOLERANCE = 0.05
 
 _DRAWN_MARGIN = 0.6  # on new inputs errors were up to 1.6 times those of a probe of the data
 _MOST_INPUTS = 32  # of a probe that is drawn from the data
@@ -36,17 +36,16 @@ _AT_FLOOR = 1e-9  # relative: an eigenvalue that is λ but for rounding
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs whose error bars decide how many eigenpairs there are.
+    """Inputs whose error bars decide how many eigenpairs are computed.
 
     Attributes:
         problem: whose matrices are to be solved.
-        rows: F of the inputs, among the parameters that the examples reach, (n·C, p'): the columns
-            that are here.
-        squares: ‖f‖² of its rows, all parameters counted, (n, C).
+        rows: F of the inputs, (n·C, p): the columns of this process.
+        squares: ‖f‖² of its rows, (n, C).
         tolerance: for the score's error relative to the score, of every input.
-        fingerprint: of the inputs, which tells them from others.
-        still: how many inputs were left out, whose bars are zero.
-        margin: of the tolerance, what is aimed at: less than 1 where the probe is of training
+        fingerprint: of the inputs.
+        left_out: how many inputs were left out because their bars are zero.
+        margin: the share of the tolerance to aim at: below 1 where the probe is of training
             examples, as the error is larger on new inputs.
     """
 
@@ -55,13 +54,12 @@ class Probe:
     squares: Tensor
     tolerance: float
     fingerprint: int
-    still: int = 0
+    left_out: int = 0
     margin: float = 1.0
 
     @classmethod
-    def take(cls, problem: Problem, inputs: Any, tolerance: Any, seed: int) -> Probe:
-        """A probe of the given inputs; of examples drawn from the data if there are none."""
-        tolerance = _DEFAULT_TOLERANCE if tolerance is None else tolerance
+    def take(cls, problem: Problem, inputs: Any, tolerance: float | None, seed: int) -> Probe:
+        """Make a probe of the given inputs; of examples drawn from the data if there are none."""
         group = problem.group
         batches = _drawn(problem, seed) if inputs is None else _given(problem, inputs)
         pullback, cotangents = Pullback(problem.network), problem.likelihood.mean_jacobian
@@ -71,25 +69,27 @@ class Probe:
         rows = torch.cat([empty, *found])
         squares = rows.double().square().sum(-1)
         moves = squares.sum(-1) > 0  # others, where a softmax is saturated, have bars of zero
-        still = sum(group.gather(int((~moves).sum())))
+        left_out = sum(group.gather_objects(int((~moves).sum())))
         rows, squares = rows[moves], squares[moves]
-        squares = torch.cat(group.gather(squares.cpu())).to(rows.device)
+        squares = torch.cat(group.gather_objects(squares.cpu())).to(rows.device)
         if not len(squares):
             raise DataError(
                 "probe: expected inputs whose predictions depend on the parameters, got none that "
                 "does: their error bars are zero."
             )
-        rows = rows.flatten(0, 1)
-        if problem.reached is not None:
-            rows = rows.index_select(1, problem.reached)
-        rows = group.exchanged(rows, problem.spaces.reached.columns)
-        fingerprint = sum(group.gather(fingerprint_of(batches))) % 2**64
-        margin = _DRAWN_MARGIN if inputs is None else 1.0
-        return cls(problem, rows, squares, tolerance, fingerprint, still, margin)
+        return cls(
+            problem,
+            group.exchange_rows(rows.flatten(0, 1), problem.spaces.whole.columns),
+            squares,
+            DEFAULT_TOLERANCE if tolerance is None else tolerance,
+            sum(group.gather_objects(fingerprint_of(batches))) % 2**64,
+            left_out,
+            _DRAWN_MARGIN if inputs is None else 1.0,
+        )
 
     @property
     def target(self) -> float:
-        """What the error is to be brought to: the tolerance times the margin."""
+        """The error to reach: the tolerance times the margin."""
         return self.margin * self.tolerance
 
     @property
@@ -108,16 +108,15 @@ class Probe:
         overlap: Tensor | None = None,
         least_hessian: float | None = None,
     ) -> float:
-        """The largest relative error of a score, with so many eigenpairs of each matrix."""
+        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
         if "opg" in values and self.noise is not None:
             factor = 1 / self.noise**2
             moved = factor * values["opg"] + (1 - factor) * self.problem.l2
             values = {**values, "opg": moved}
-        count = max(len(each) for each in values.values())
         covariance = build_covariance(
             estimator,
             values,
-            rank=count,
+            rank=max(len(each) for each in values.values()),
             l2=self.problem.l2,
             num_parameters=self.problem.num_parameters,
             num_examples=self.problem.num_examples,
@@ -128,71 +127,81 @@ class Probe:
         score = covariance.spread(self.squares, shaped).score("rigorous")
         return float((score.error / score.value).max())
 
-    def growth(self, matrix: str, estimator: str, solved: Mapping[str, EigenPairs]) -> ProbeGrowth:
-        """What decides on the pairs of one matrix, when those of others are there already.
+    def growth(
+        self, operator: CurvatureOperator, matrix: str, estimator: str, solved: Mapping[str, Any]
+    ) -> ProbeGrowth:
+        """Return what decides on the pairs of one matrix, with those of others that are solved.
 
         The Hessian of a sandwich is judged by the error of the sandwich, with the pairs of G, which
         come first; G by its own.
         """
+        spaces, problem = operator.spaces, self.problem
+        rows = spaces.select(self.rows)
         pairs = solved.get("opg") if matrix == "hessian" else None
-        if estimator != "sandwich" or pairs is None:
+        if pairs is None:
             share = _OPG_SHARE if estimator == "sandwich" else 1.0
-            problem = self.problem
             # What is orthogonal to all rows of R has the eigenvalue λ. (The roots of a softmax's
             # curvature sum to zero.)
             is_softmax = isinstance(problem.likelihood, Categorical)
             each = {"opg": 1, "ggn": problem.num_outputs - is_softmax}.get(matrix)
             most = None if each is None else each * problem.num_examples
-            return ProbeGrowth(self, matrix, share * self.target, self.rows, informative=most)
-        spaces, vectors = self.problem.spaces, pairs.vectors
-        known = spaces.picked(
-            vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
+            size = spaces.reached.size
+            return ProbeGrowth(self, matrix, share * self.target, rows, size, informative=most)
+        vectors = pairs.vectors
+        own = vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
+        known = spaces.select(own)
+        return ProbeGrowth(
+            self,
+            "sandwich",
+            self.target,
+            torch.cat([rows, known]),
+            spaces.reached.size,
+            pairs.values,
+            spaces.reached.inner(rows, known),
         )
-        rows = torch.cat([self.rows, known])
-        seen = spaces.reached.inner(self.rows, known)
-        return ProbeGrowth(self, "sandwich", self.target, rows, pairs.values, seen)
 
 
 @dataclass
 class ProbeGrowth:
-    """Whether eigenpairs are enough for a probe (see `eigen.growth.Growth`).
+    """Decide whether eigenpairs are enough for a probe (see `eigen.projected.Growth`).
 
     Attributes:
-        estimator: whose error bars are looked at.
+        estimator: whose error bars are computed.
         tolerance: for the largest relative error of a score.
-        rows: of F, and of the eigenvectors of G where a sandwich is looked at.
-        opg_values, opg_projections: of G, where a sandwich is looked at.
-        least: the least eigenvalue of a Hessian, where it is known.
+        rows: of F, and of the eigenvectors of G for a sandwich; reached columns.
+        size: P', how many directions there are.
+        opg_values, opg_projections: of G, for a sandwich.
         informative: how many eigenvalues can be above λ; None where that is not known.
-        reached: the error at the last look.
-        is_exhausted: whether all eigenvalues above λ were there at the last look.
+        least: the smallest eigenvalue of a Hessian, where it is known.
+        error: the error at the last check.
+        is_exhausted: whether all eigenvalues above λ were there at the last check.
     """
 
     probe: Probe
     estimator: str
     tolerance: float
     rows: Tensor
+    size: int
     opg_values: Tensor | None = None
     opg_projections: Tensor | None = None
-    least: float | None = None
     informative: int | None = None
-    reached: float = field(default=float("inf"), init=False)
+    least: float | None = None
+    error: float = field(default=float("inf"), init=False)
     is_exhausted: bool = field(default=False, init=False)
 
     @property
     def most(self) -> int:
-        """How many pairs can say anything: those above λ, and one that is λ."""
-        size = self.probe.problem.num_reached
-        return size if self.informative is None else min(size, self.informative + 1)
+        """How many pairs can add anything: those above λ, and one that is λ."""
+        return self.size if self.informative is None else min(self.size, self.informative + 1)
 
     @property
     def aim(self) -> str:
-        """What was reached of what is wanted, for people."""
-        there = f"{self.reached:.2g}" if self.reached < float("inf") else "not known yet"
+        """The error reached, and the one wanted, for the progress bar."""
+        there = f"{self.error:.2g}" if self.error < float("inf") else "not known yet"
         return f"error of a score {there} (wanted {self.tolerance:.2g})"
 
     def settled(self, values: Tensor) -> Tensor:
-        """The eigenvalues, with those that can only be λ exactly that, whatever rounding says."""
+        """Return the eigenvalues, with those that can only be λ exactly that, despite rounding."""
         if self.informative is None or len(values) <= self.informative:
             return values
         values = values.clone()
@@ -200,7 +209,7 @@ class ProbeGrowth:
         return values
 
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
-        """Whether every score of the probe is within the tolerance, or no pair can add anything.
+        """Return whether every score is within the tolerance, or no pair can add anything.
 
         Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
         can those of G and GGN after one that is λ.
@@ -212,26 +221,26 @@ class ProbeGrowth:
         values, projections = values[:above], projections[:, :above]
         if not bool(values[0] > 0):
             return False
-        count = len(self.probe.rows)
+        count = self.probe.squares.numel()
         spectra, seen = {first: values}, {first: projections[:count]}
         overlap = None
         if self.opg_values is not None and self.opg_projections is not None:
             spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
             overlap = projections[count:].T  # Q_Hᵀ Q_G
-        self.reached = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
-        return self.reached <= self.tolerance or self.is_exhausted
+        self.error = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
+        return self.error <= self.tolerance or self.is_exhausted
 
     def looked(self) -> Tensor:
-        """What the last look has found (see `eigen.growth.Growth`)."""
-        return torch.tensor([self.reached, self.is_exhausted], dtype=torch.float64)
+        """Return the result of the last check, for a checkpoint."""
+        return torch.tensor([self.error, self.is_exhausted], dtype=torch.float64)
 
     def look_back(self, looked: Tensor) -> None:
-        """Find it again."""
-        reached, exhausted = looked.tolist()
-        self.reached, self.is_exhausted = reached, bool(exhausted)
+        """Restore the result of the last check."""
+        error, exhausted = looked.tolist()
+        self.error, self.is_exhausted = error, bool(exhausted)
 
     def useful(self, values: Tensor) -> int:
-        """How many of the eigenvalues say something: those above λ, and one that is λ."""
+        """Count the eigenvalues that add anything: those above λ, and one that is λ."""
         above = int((values > self.probe.problem.l2 * (1 + _AT_FLOOR)).sum())
         return above + self._at_floor(values[above : above + 1])
 
@@ -239,30 +248,30 @@ class ProbeGrowth:
         level = self.probe.problem.l2
         return bool(((value - level).abs() <= _AT_FLOOR * level).any())
 
-    def outcome(self, pairs: EigenPairs, problem: Problem) -> dict[str, Any]:
-        """How it ended: what was reached, and why no more was computed."""
-        if self.reached <= self.tolerance:
+    def outcome(self, pairs: EigenPairs) -> dict[str, Any]:
+        """Return what was reached, and why no more was computed; warn where it is too little."""
+        if self.error <= self.tolerance:
             stopped = "tolerance"
         elif STOPPED in pairs.statistics:
             stopped = str(pairs.statistics[STOPPED])
-        elif self.is_exhausted or len(pairs) >= problem.num_reached:
+        elif self.is_exhausted or len(pairs) >= self.size:
             stopped = "spectrum"
         else:
             stopped = "memory budget"
         asked = self.tolerance / self.probe.margin
-        if stopped != "tolerance" and not self.reached <= asked:
+        if stopped != "tolerance" and not self.error <= asked:
+            why = {
+                "spectrum": "which are all above λ.",
+                "memory budget": "with which the memory budget is used up; give a larger "
+                f"{option('memory_budget')}.",
+                OUT_OF_TIME: f"when {option('max_seconds')} were over; give more, a larger "
+                f"{option('tolerance')}, or a {option('checkpoint')}, from which the same call "
+                "resumes.",
+            }[stopped]
             warnings.warn(
-                f"{option('rank', 'auto')}: expected scores within {asked:.3g} of "
-                f"themselves, got {self.reached:.3g} with {len(pairs)} eigenpairs, "
-                + {
-                    "spectrum": "which are all above λ. ",
-                    "memory budget": "with which the memory budget is used up; give a larger "
-                    f"{option('memory_budget')}. ",
-                    OUT_OF_TIME: f"when {option('max_seconds')} were over; give more, a larger "
-                    f"{option('tolerance')}, or a {option('checkpoint')}, from which the same call "
-                    "resumes. ",
-                }[stopped]
-                + "The error bounds of predictions tell how far they can be trusted.",
+                f"{option('rank', 'auto')}: expected scores within {asked:.3g} of themselves, got "
+                f"{self.error:.3g} with {len(pairs)} eigenpairs, {why} The error bounds of "
+                "predictions show how far they can be trusted.",
                 ConvergenceWarning,
                 stacklevel=3,
             )
@@ -271,40 +280,14 @@ class ProbeGrowth:
             "tolerance": asked,
             "target": self.tolerance,
             "probe": "given" if self.probe.margin == 1 else "training examples",
-            "relative_score_error": self.reached,
+            "relative_score_error": self.error,
             "probe_inputs": len(self.probe.squares),
-            "probe_inputs_left_out": self.probe.still,
+            "probe_inputs_left_out": self.probe.left_out,
         }
 
 
-def is_automatic(rank: Any, tolerance: Any, probe: Any, solver: Any) -> bool:
-    """Whether the rank is to choose itself; refuse what does not go with the answer."""
-    if not isinstance(rank, str):
-        if tolerance is not None or probe is not None:
-            raise BadValueError(
-                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
-                f"{option('rank', rank)}."
-            )
-        return False
-    if rank != "auto":
-        raise BadValueError(f"rank: expected a whole number or 'auto', got {rank!r}.")
-    if solver in ("arpack", "incremental"):
-        raise BadValueError(
-            f"solver: expected 'auto', 'krylov' or 'dense' with {option('rank', 'auto')}, "
-            f"got {solver!r}, which "
-            "must know the rank before it starts."
-        )
-    good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and (not good or not 0 < tolerance < float("inf")):
-        raise BadValueError(
-            "tolerance: expected a number above zero, such as 0.05 for 5 % of a score, got "
-            f"{tolerance!r}."
-        )
-    return True
-
-
 def _given(problem: Problem, inputs: Any) -> list[Batch]:
-    """The part of the inputs, which all ranks are given, that is this rank's to work on."""
+    """Return the part of the given inputs that this process works on."""
     most = max(1, _MOST_ROWS // problem.num_outputs)
     batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
     if batch is None:
@@ -314,11 +297,11 @@ def _given(problem: Problem, inputs: Any) -> list[Batch]:
 
 
 def _drawn(problem: Problem, seed: int) -> list[Batch]:
-    """Some of the examples, drawn without replacement. Cost: one pass over the data."""
+    """Draw some of the examples without replacement. Cost: one pass over the data."""
     count = min(_MOST_INPUTS, max(1, _MOST_ROWS // problem.num_outputs), problem.num_examples)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(problem.num_examples, generator=generator)[:count].sort().values
-    chosen = problem.data.here(chosen)
+    chosen = problem.data.own(chosen)
     parts, done = [], 0
     for chunk in problem.chunks():
         here = chosen[(chosen >= done) & (chosen < done + len(chunk))] - done

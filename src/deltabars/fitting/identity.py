@@ -1,8 +1,7 @@
-"""The manifest of a fit: with what, on what, and of what it was computed."""
+"""The manifest of a fit, and the identity by which a checkpoint recognises it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -16,15 +15,26 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import CheckpointMismatchError
-from deltabars.fitting.growth import Probe
+from deltabars.fitting.options import FitOptions
 from deltabars.likelihoods.losses import described, is_own, told_apart
 from deltabars.problem.problem import Problem
 from deltabars.runtime import VERSION
+from deltabars.runtime.fingerprint import fingerprint
+
+_FORMAT = 3  # of the states that solvers save
+# They change last bits alone, or how far a fit comes in one call.
+_MAY_CHANGE = {"batch_size", "max_seconds"}
+_DIGESTS = ("probe", "params", "reached", "data", "weights")
+_MOST_NAMED = 4
+_SAME_LOSS = 1e-3  # relative: the same network on another device
+_SAME_GRADIENT = 0.05  # likewise, of a sum in which much cancels
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The versions and the machine, as JSON values."""
+    """Return the versions and the machine, as JSON values."""
     cuda = device.type == "cuda"
+    name = platform.processor() or platform.machine()
+    processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
     return {
         "deltabars": VERSION,
         "torch": torch.__version__,
@@ -32,48 +42,44 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "device_name": torch.cuda.get_device_name(device) if cuda else processor,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "threads": torch.get_num_threads(),
     }
 
 
-def manifest(problem: Problem, weights: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be the same for a fit to be the same, as JSON values.
-
-    Args:
-        problem: of the fit.
-        weights: the fingerprint of the model's state.
-        options: of the fit, as they were given.
+def manifest(problem: Problem, options: FitOptions) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
 
     Returns:
-        What `environment` tells; `dtype`; `weights`; `data`: their fingerprint (of all examples, in
-        any order), their number and the form of the inputs; and `options`, the seed among them.
+        The environment; `dtype`; `weights`, their fingerprint; `data`: their fingerprint (in any
+        order), their number and the form of the inputs; and `options`.
     """
-    own = is_own(problem.likelihood)
-    read = {
-        "l2": problem.given_l2,
-        "params": list(problem.parameters.names),
-        "likelihood": described(problem.likelihood) if own else type(problem.likelihood).__name__,
-        "deterministic": problem.network.deterministic,
-    }
-    signature = asdict(problem.data.signature)
+    likelihood = problem.likelihood
+    own = is_own(likelihood)
     return {
         **environment(problem.device),
         "dtype": str(problem.dtype),
-        "weights": weights,
+        "weights": problem.network.weights,
         "data": {
             "fingerprint": f"{problem.data.fingerprint:016x}",
             "num_examples": problem.num_examples,
-            "inputs": _plain(signature),
+            "inputs": _plain(asdict(problem.data.signature)),
         },
-        "options": _plain({**options, **read}),
+        "options": _plain(
+            {
+                **options.as_json(),
+                "l2": problem.given_l2,
+                "params": list(problem.parameters.names),
+                "likelihood": described(likelihood) if own else type(likelihood).__name__,
+            }
+        ),
     }
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own kinds: NumPy has numbers of its own."""
+    """Convert to the kinds of JSON: NumPy has numbers of another type."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -85,63 +91,35 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) else str(value)
 
 
-def _processor() -> str:
-    """The CPU's name, where the system tells it: kernels are chosen by it."""
-    return (
-        f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    )
-
-
-_FORMAT = 2  # of the states that solvers save: 3 would refuse those of 2
-_SAME_LOSS = 1e-3  # relative: the same network on another device
-_SAME_GRADIENT = 0.05  # likewise, of a sum in which much cancels
-_DIGESTS = ("probe", "params", "reached", "data", "weights")
-_MOST_NAMED = 4
-
-
-def identity_of(
-    problem: Problem,
-    weights: str,
-    estimator: str,
-    options: Mapping[str, Any],
-    probe: Probe | None,
-    memory_budget: int | None,
-) -> dict[str, Any]:
-    """A fit in JSON, by the names of `fit`'s arguments.
+def identity_of(record: Mapping[str, Any], problem: Problem, probe: int | None) -> dict[str, Any]:
+    """Return what a checkpoint has to share with a fit, by the names of `fit`'s arguments.
 
     The device, the batch size and the number of threads change last bits alone and are left out.
     The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
-    `deterministic` counts on a GPU, where the promise of the same bits would not hold of what was
-    found without it; on a CPU it changes nothing, and is None.
 
     Args:
-        weights: the fingerprint of the model.
-        options: of the solver.
-        probe: of `rank="auto"`.
-        memory_budget: as it was given.
+        record: the manifest of the fit.
+        probe: the fingerprint of the probe of `rank="auto"`.
     """
-    space, given = problem.parameters, problem.given_l2
+    options = {k: v for k, v in record["options"].items() if k not in _MAY_CHANGE}
+    space, on_gpu = problem.parameters, problem.device.type == "cuda"
     return {
         "format": _FORMAT,
-        "estimator": estimator,
         **options,
-        "rank": options["rank"] if probe is None else "auto",
-        "tolerance": None if probe is None else probe.tolerance,
-        "probe": None if probe is None else f"{probe.fingerprint:016x}",
-        "l2": dict(given) if isinstance(given, Mapping) else given,
+        "probe": None if probe is None else f"{probe:016x}",
         "likelihood": told_apart(problem.likelihood),
-        "params": _digest(list(zip(space.names, space.shapes, strict=True))),
-        "dtype": str(problem.dtype),
-        "memory_budget": memory_budget,
-        "deterministic": problem.network.deterministic if problem.device.type == "cuda" else None,
+        "params": fingerprint(space.names, space.shapes),
+        "dtype": record["dtype"],
+        # On a CPU it changes nothing.
+        "deterministic": options["deterministic"] if on_gpu else None,
         "examples": problem.num_examples,
-        "data": f"{problem.data.fingerprint:016x}",
-        "weights": weights,
+        "data": record["data"]["fingerprint"],
+        "weights": record["weights"],
         # With other code than before, the same weights may be another network.
         "mean_loss": problem.mean_loss,
-        "gradient": _seen(problem.gradient),
+        "gradient": _summary(problem.gradient),
         "level": problem.l2,
-        "reached": _digest(None if problem.reached is None else problem.reached.tolist()),
+        "reached": None if problem.reached is None else fingerprint(problem.reached),
     }
 
 
@@ -156,24 +134,21 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         name for name in dict.fromkeys([*present, *there]) if not _same(name, there, present)
     ]
     if different:
-        said = [_said(name, there, present) for name in different[:_MOST_NAMED]]
-        more = len(different) - len(said)
+        listed = [_difference(name, there, present) for name in different[:_MOST_NAMED]]
+        more = len(different) - len(listed)
         raise CheckpointMismatchError(
-            f"checkpoint: expected one of this fit, got one of another: {'; '.join(said)}"
-            f"{f'; and {more} more' if more else ''}. Give what that fit was begun with, or "
-            "another folder."
+            f"checkpoint: expected one of this fit, got one of another: {'; '.join(listed)}"
+            f"{f'; and {more} more' if more else ''}. Give the options that fit was started with, "
+            "or another folder."
         )
 
 
 def _same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    if name == "gradient" and name not in there:
-        return True  # of a version up to 0.5
     if name not in there or name not in here:
         return False
     if name == "gradient" and isinstance(there[name], list):
         norms = [math.hypot(*pair) for pair in (there[name], here[name])]
-        gap = math.dist(there[name], here[name])
-        return gap <= _SAME_GRADIENT * max(*norms, 1e-4)
+        return math.dist(there[name], here[name]) <= _SAME_GRADIENT * max(*norms, 1e-4)
     if name == "mean_loss" and isinstance(there[name], float):
         return math.isclose(there[name], here[name], rel_tol=_SAME_LOSS, abs_tol=1e-6)
     if name == "deterministic" and None in (there[name], here[name]):
@@ -181,19 +156,15 @@ def _same(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     return bool(there[name] == here[name])
 
 
-def _said(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def _difference(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     if name in _DIGESTS and there.get(name) and here.get(name):
         return f"other {name}"
     return f"{name} was {there.get(name)!r} and is {here.get(name)!r}"
 
 
-def _seen(gradient: Tensor) -> list[float]:
-    """The norm of a gradient, and its product with a fixed vector of random signs."""
+def _summary(gradient: Tensor) -> list[float]:
+    """Return the norm of a gradient, and its product with a fixed vector of random signs."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2.0 - 1.0
     plain = gradient.double().cpu()
     return [float(plain.norm()), float(plain @ signs.double())]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

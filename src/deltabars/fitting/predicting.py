@@ -1,4 +1,4 @@
-"""What `DeltaFit.predict` may be asked for, and what it asks of a Scorer."""
+"""Predictions of a fit: the arguments checked, and a Scorer made of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.covariance.low_rank import BOUNDS
 from deltabars.curvature.sensitivity import check_space
+from deltabars.distributed.vectors import first
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.fitting.describe import evidence_of
+from deltabars.fitting.options import check_batch_size
 from deltabars.fitting.state import FittedState
 from deltabars.prediction.averaging import Classes, choose_classes, choose_moderation
 from deltabars.prediction.scoring import Scorer
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.vectors import first
 
 
 def predict(
@@ -35,7 +36,7 @@ def predict(
     batch_size: int | None,
     progress: bool | None,
 ) -> Any:
-    """Predictions with error bars; the arguments are those of `DeltaFit.predict`, and checked."""
+    """Predict with error bars; the arguments are those of `DeltaFit.predict`."""
     names, used, chosen = check_asked(
         state, estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
     )
@@ -83,7 +84,7 @@ def check_asked(
     classes: str | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> tuple[list[str], int, Classes | None]:
-    """The estimators, the rank and the classes that are asked for, before inputs are read.
+    """Check the estimators, the rank and the classes before inputs are read, and return them.
 
     Raises:
         BadValueError: the fit does not have them.
@@ -99,21 +100,15 @@ def check_asked(
     return names, used, choose_classes(classes, state.num_outputs, state.likelihood)
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Refuse a batch size that is not a whole number from 1 on, or None."""
-    if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
-        raise BadValueError(f"batch_size: expected a whole number from 1 on, got {batch_size!r}.")
-
-
 def shows_progress(state: FittedState, progress: Any) -> bool:
-    """Whether to show progress: as asked for, else as the fit does."""
+    """Return whether to show progress: as given, else as the fit does."""
     if progress is not None and not isinstance(progress, bool):
         raise BadValueError(f"progress: expected True, False or None, got {progress!r}.")
     return state.progress if progress is None else progress
 
 
 def served(state: FittedState, asked: str | Sequence[str] | None) -> list[str]:
-    """The names of the estimators that were asked for, refused unless the fit serves them."""
+    """Return the names of the wanted estimators; refuse those that the fit does not serve."""
     if asked is None:
         return [state.estimator]
     names = [asked] if isinstance(asked, str) else list(asked)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.distributed.group import Columns
+from deltabars.distributed.vectors import Basis, ShardedVectors, group_of
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import LIKELIHOODS, described, is_own
-from deltabars.runtime.distributed import Columns
 from deltabars.runtime.memory import read_bytes
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.vectors import group_of, here
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from deltabars.storage.shards import measured_loss, rounded, stored_dtype
@@ -156,11 +156,11 @@ def _write_files(
     for number, (rank, start, stop) in enumerate(ranges, 1):
         if rank == group.rank:
             matrices = {
-                name: rounded(*here(pairs.vectors, start, stop), types[name])
+                name: rounded(*_own_columns(pairs.vectors, start, stop), types[name])
                 for name, pairs in state.spectra.items()
             }
             parts.append(shards.write_part(folder, number, len(ranges), matrices, start, stop))
-    everywhere = [part for own in group.gather(parts) for part in own]
+    everywhere = [part for own in group.gather_objects(parts) for part in own]
     if group.is_first:
         shards.write_index(folder, header, tensors, everywhere)
 
@@ -176,3 +176,11 @@ def _check_replaceable(target: Path) -> None:
             f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "
             "with other files in it."
         )
+
+
+def _own_columns(vectors: Basis, start: int, stop: int) -> tuple[Basis, int, int]:
+    """Return the vectors of this process, and the range of these columns in them."""
+    if not isinstance(vectors, ShardedVectors):
+        return vectors, start, stop
+    shift = vectors.space.own.start
+    return vectors.part, start - shift, stop - shift

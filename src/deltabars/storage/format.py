@@ -1,7 +1,7 @@
-"""A fit on disk: one safetensors file with a JSON header. Reading it runs no code.
+"""The file format: safetensors with a JSON header. Reading a file runs no code.
 
 The header is the entry `deltabars` of the safetensors metadata. It carries a format version and a
-digest of itself and of all tensors, so that an altered file is told from a whole one.
+digest of itself and of all tensors, so that an altered file is recognised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write(
     tensors: Mapping[str, Tensor],
     version: int = USUAL_VERSION,
 ) -> str:
-    """Write a file, whole or not at all; returns its digest."""
+    """Write a file, whole or not at all; return its digest."""
     target = Path(path)
     if not target.parent.is_dir():
         raise StorageError(f"Cannot write {target}: the folder {target.parent} does not exist.")
@@ -53,7 +53,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a file.
+    """Read the header and the tensors of a file.
 
     Raises:
         CorruptFileError: the file is not a deltabars file, truncated, or altered.
@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 def read_mapped(
     path: str | os.PathLike[str], *, verify: bool = True
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header with its digest, and the tensors, which stay in the file and are mapped from it.
+    """Read the header with its digest, and map the tensors, which stay in the file.
 
     Args:
         verify: whether to read the file once, to see that it matches its digest.
@@ -108,7 +108,7 @@ def _check_digest(source: Path, header: Mapping[str, Any], tensors: Mapping[str,
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header alone, from a file whose length and format version are checked."""
+    """Read the header alone, from a file whose length and format version are checked."""
     source = Path(path)
     with _opened(source) as file:
         return _header(file, source)
@@ -125,7 +125,7 @@ def _opened(source: Path) -> Iterator[BinaryIO]:
 
 
 def _same(file: BinaryIO, source: Path) -> str:
-    """A path of an open file: by its own another one may have come to lie in the meantime."""
+    """Return a path of an open file: under its name there may be another by now."""
     own = f"/dev/fd/{file.fileno()}"
     return own if os.path.exists(own) else str(source)
 

@@ -26,7 +26,7 @@ ALWAYS = 64 << 20
 
 
 def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read its bytes; pipes and devices, which may never end, are refused.
+    """Open a file to read its bytes; refuse pipes and devices, which may never end.
 
     Raises:
         OSError: there is no such file, it cannot be read, or it is no plain one.
@@ -46,12 +46,12 @@ def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def length_of(file: BinaryIO) -> int:
-    """The bytes that an open file has."""
+    """Return the number of bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_outline(file: BinaryIO) -> tuple[int, bytes]:
-    """How long the header of a safetensors file says it is, and as much of it as there is.
+    """Return the stated length of a safetensors header, and as much of it as there is.
 
     Raises:
         ValueError: it has no header, or one that is long beside what the file holds.
@@ -64,7 +64,7 @@ def read_outline(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a file, which may be a pipe.
+    """Return the bytes of a file, which may be a pipe.
 
     Raises:
         OSError: it cannot be read.
@@ -78,7 +78,7 @@ def read_start(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text in JSON says.
+    """Parse JSON within bounds.
 
     Raises:
         ValueError: it is no JSON, has a key twice, is nested too deeply, or has too many values.
@@ -92,8 +92,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a key twice")
+    return found
+
+
 def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
-    """Refuse what would take far more memory than its file has bytes, and more than `always`.
+    """Refuse to unpack far more than a file has bytes, and more than `always`.
 
     Raises:
         ValueError: it would.
@@ -105,33 +112,22 @@ def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
         )
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("it has a key twice")
-    return found
-
-
-_ENDING = ".npy"
-_WAYS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # in which NumPy writes
-
-
 def read_arrays(
     path: Path, what: str, kind: type[BadValueError] = DataError
 ) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name.
+    """Read the arrays of an .npz file by name.
 
-    Before an array is read, what its header says is compared with how long it is.
+    The size that each array states is compared with its bytes before it is read.
 
     Raises:
-        BadValueError, or what `kind` is: the file is missing, broken, holds objects, or would
-            unpack to far more than its length.
+        BadValueError, or `kind`: the file is missing, broken, holds objects, or would unpack to
+            far more than its length.
     """
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             check_unpacked(sum(member.file_size for member in members), length_of(file))
-            found = {_name(member): _read(archive, member) for member in members}
+            found = {member.filename[:-4]: _read_array(archive, member) for member in members}
             if len(found) < len(members):
                 raise ValueError("two arrays of one name")
             return found
@@ -144,38 +140,24 @@ def read_arrays(
         ) from error
 
 
-def _name(member: zipfile.ZipInfo) -> str:
-    if not member.filename.endswith(_ENDING):
-        raise ValueError(f"{member.filename!r} is no array")
-    return member.filename.removesuffix(_ENDING)
-
-
-def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    if member.compress_type not in _WAYS:
-        raise ValueError(f"{member.filename!r} is packed in a way that NumPy does not use")
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    packed = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # as NumPy writes
+    if not member.filename.endswith(".npy") or member.compress_type not in packed:
+        raise ValueError(f"{member.filename!r} is no array of NumPy")
     with archive.open(member) as start:
-        length = _check_header(start, member)
-    with archive.open(member) as file:
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        if file.read(1) or array.nbytes != length:
-            raise ValueError(f"{member.filename!r} does not end where it should")
-    return array
-
-
-def _check_header(file: Any, member: zipfile.ZipInfo) -> int:
-    """The bytes of an array, from a header that agrees with how many there are."""
-    version = np.lib.format.read_magic(file)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0}
-    readers[2, 0] = np.lib.format.read_array_header_2_0
-    if version == (3, 0):  # as the second, but for names of fields, which none of ours has
-        raise ValueError("it has named fields")
-    shape, _, dtype = readers[version](file)
+        version = np.lib.format.read_magic(start)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError("it has named fields")
+        read = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
+        shape, _, dtype = read(start)
+        there = member.file_size - start.tell()
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
         raise ValueError(f"expected numbers or texts, got {dtype}")
-    there = member.file_size - file.tell()
-    length = math.prod(shape) * dtype.itemsize
-    if length != there or any(not 0 <= size <= member.file_size for size in shape):
+    count = math.prod(shape)
+    if count * dtype.itemsize != there or not 0 <= count <= member.file_size:
         raise ValueError(f"{there:,} bytes of {member.filename!r} for an array of shape {shape}")
-    if dtype.itemsize == 0 and math.prod(shape) > member.file_size:
-        raise ValueError(f"an array of shape {shape} of nothing")
-    return length
+    with archive.open(member) as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read(1):
+            raise ValueError(f"{member.filename!r} does not end where it should")
+    return array

@@ -1,4 +1,4 @@
-"""Eigenvectors in a shorter type: what is stored, and what is lost by it."""
+"""Eigenvectors in files: in a shorter type, with the loss measured, and in several files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, CorruptFileError, FormatVersionError, StorageError
-from deltabars.runtime.vectors import (
+from deltabars.distributed.vectors import (
     Basis,
     Part,
     PartedVectors,
     ShardedVectors,
-    add_inner,
     columns,
     ranges,
 )
+from deltabars.errors import BadValueError, CorruptFileError, FormatVersionError, StorageError
+from deltabars.runtime.sums import add_inner
 from deltabars.storage import format as storage
 from deltabars.storage.reading import open_plain, parse_json
 from deltabars.storage.writing import write_text
@@ -39,7 +39,7 @@ _ROUNDING_UP = 1 + 1e-3  # of norms that are computed in float32 and float64
 
 
 def stored_dtype(asked: Any, vectors: Basis) -> torch.dtype:
-    """The type to store eigenvectors in: the one asked for, or as they are.
+    """Return the type to store eigenvectors in: the one asked for, or their own.
 
     Raises:
         BadValueError: it is none of float64, float32, bfloat16 and float16.
@@ -56,16 +56,18 @@ def stored_dtype(asked: Any, vectors: Basis) -> torch.dtype:
 
 
 def rounded(vectors: Basis, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """The columns `start` to `stop` in a type, (K, p), on the CPU; block by block."""
+    """Round the columns `start` to `stop` to a type, (K, p), on the CPU; block by block."""
     count, _ = vectors.shape
     result = torch.empty(count, stop - start, dtype=dtype)
-    for places in _blocks(vectors, start, stop):
-        result[:, places.start - start : places.stop - start] = columns(vectors, places).to(dtype)
+    for indices in _blocks(vectors, start, stop):
+        result[:, indices.start - start : indices.stop - start] = columns(vectors, indices).to(
+            dtype
+        )
     return result
 
 
 def measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
-    """What eigenvectors Q lose when they are stored as Q̃, rounded to the nearest number of a type.
+    """Measure what eigenvectors Q lose when they are stored as Q̃, rounded to a type.
 
     Returns:
         `norm`: ‖Q̃ − Q‖₂, which no projection of a vector f is further off than, times ‖f‖;
@@ -77,20 +79,22 @@ def measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
     sums = loss_sums(part, dtype)
     if sums is None:
         return {}
-    return loss_of(vectors.space.sum_(sums) if isinstance(vectors, ShardedVectors) else sums)
+    return loss_of(
+        vectors.space.group.all_reduce_(sums) if isinstance(vectors, ShardedVectors) else sums
+    )
 
 
 def loss_sums(vectors: Basis, dtype: torch.dtype) -> Tensor | None:
-    """The sums over columns that a loss follows from: (Q̃ − Q)(Q̃ − Q)ᵀ and Q̃Q̃ᵀ, (2, K, K), float64.
+    """Sum (Q̃ − Q)(Q̃ − Q)ᵀ and Q̃Q̃ᵀ over columns, (2, K, K), float64; None where nothing is lost.
 
-    Those of several ranges of columns add up. None for a type that loses nothing.
+    Sums over several ranges of columns add up.
     """
     if torch.promote_types(dtype, vectors.dtype) == dtype:
         return None
     count, size = vectors.shape
     sums = torch.zeros(2, count, count, dtype=torch.float64, device=vectors.device)
-    for places in _blocks(vectors, 0, size):
-        exact = columns(vectors, places)
+    for indices in _blocks(vectors, 0, size):
+        exact = columns(vectors, indices)
         there = exact.to(dtype).to(exact.dtype)
         gap = there - exact
         add_inner(sums[0], gap, gap)
@@ -99,7 +103,7 @@ def loss_sums(vectors: Basis, dtype: torch.dtype) -> Tensor | None:
 
 
 def loss_of(sums: Tensor) -> dict[str, float]:
-    """What `measured_loss` returns, from the sums over all columns."""
+    """Return what `measured_loss` does, from the sums over all columns."""
     norm = float(torch.linalg.eigvalsh(sums[0])[-1].clamp(min=0).sqrt())
     if norm == 0:
         return {}
@@ -120,7 +124,7 @@ _THREADS = 4  # that digests are computed in
 
 @dataclass(frozen=True)
 class PartEntry:
-    """What the index says of one file.
+    """One file of columns, as the index has it.
 
     Attributes:
         file: its name.
@@ -170,7 +174,7 @@ def write_index(
     tensors: Mapping[str, Tensor],
     parts: Sequence[PartEntry],
 ) -> None:
-    """Write what makes files of columns a fit: its header, its small tensors, and the index.
+    """Complete files of columns to a fit: write its header, its small tensors, and the index.
 
     Args:
         parts: of all files, in any order.
@@ -188,7 +192,7 @@ def write_index(
 
 
 def is_fit_folder(path: Path) -> bool:
-    """Whether a folder has an index, and nothing but what a fit has."""
+    """Return whether a folder has an index, and nothing but the files of a fit."""
     try:
         names = set(os.listdir(path))
     except OSError:
@@ -199,7 +203,7 @@ def is_fit_folder(path: Path) -> bool:
 def read(
     folder: Path,
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
-    """The header, the small tensors, and the parts of each matrix's eigenvectors, mapped.
+    """Read the header and the small tensors, and map the parts of each matrix's eigenvectors.
 
     Every file is read through, for its digest. Memory: that of the small tensors.
 
@@ -229,7 +233,7 @@ def read(
 
 @dataclass(frozen=True, eq=False)
 class MappedPart(Part):
-    """Columns that are mapped from a file; a pickle has the name of that, and not the numbers.
+    """Columns that are mapped from a file; a pickle has its name, and not the numbers.
 
     Attributes:
         path: the file.
@@ -246,7 +250,7 @@ class MappedPart(Part):
 
 
 def _reopened(path: str, name: str, digest: str, start: int, stop: int) -> MappedPart:
-    """The columns of a file that was open in another process. Its numbers are not read."""
+    """Map the columns of a file that was open in another process, without reading them."""
     header, tensors = storage.read_mapped(path, verify=False)
     if header.get("digest") != digest or name not in tensors:
         raise StorageError(
@@ -256,7 +260,7 @@ def _reopened(path: str, name: str, digest: str, start: int, stop: int) -> Mappe
 
 
 def map_one(path: Any, header: Mapping[str, Any], name: str, rows: Tensor) -> MappedPart:
-    """All columns of eigenvectors in a fit of one file, mapped from it."""
+    """Return all columns of eigenvectors in a fit of one file, mapped from it."""
     own = os.path.abspath(path)
     return MappedPart(0, rows.shape[1], rows, own, name, str(header["digest"]))
 
@@ -278,7 +282,7 @@ def _part(folder: Path, entry: PartEntry) -> dict[str, MappedPart]:
 
 
 def _index(folder: Path) -> tuple[str, list[PartEntry]]:
-    """The digest of the small file, and what there is of columns, in their order, all of them."""
+    """Read the digest of the small file, and the files of columns, in order and complete."""
     path = folder / INDEX
     try:
         with open_plain(path) as file:
