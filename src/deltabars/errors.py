@@ -140,8 +140,11 @@ class CheckpointInUseError(StorageError):
     """Another process is using the checkpoint's folder."""
 
 
-class RankError(DeltaBarsError):
+class ProcessError(DeltaBarsError):
     """Another of the processes that work together has failed."""
+
+
+RankError = ProcessError  # the name of version 0.5, for one version
 
 
 class DeltaBarsWarning(_OneLine, UserWarning):

@@ -232,7 +232,7 @@ class TestKilled:
                 assert outcome.status == -signal.SIGKILL
                 continue
             assert outcome.status == 1
-            assert outcome.error.startswith("RankError: "), outcome.error
+            assert outcome.error.startswith("ProcessError: "), outcome.error
             assert f"rank {victim}" in outcome.error, outcome.error
         began = stopping._newest(folder)
         if counts[1] == 1:
@@ -268,7 +268,7 @@ class TestKilled:
             time.sleep(0.01)
         launch.kill(1, signal.SIGKILL)
         first, _ = launch.outcomes()
-        assert first.error.startswith("RankError: "), first.error
+        assert first.error.startswith("ProcessError: "), first.error
         assert "got nothing any more from rank 1" in first.error
 
 
@@ -301,5 +301,5 @@ def test_every_rank_says_which_one_failed_and_of_what(failures, name):
             if name != "hangs":
                 assert re.search(expected_here, outcome.error), outcome.error
         else:
-            assert outcome.error.startswith("RankError: "), outcome.error
+            assert outcome.error.startswith("ProcessError: "), outcome.error
             assert re.search(expected, outcome.error), outcome.error

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import deltabars
-from deltabars.errors import BadValueError, DataError, ModelError, RankError, StorageError
+from deltabars.errors import BadValueError, DataError, ModelError, ProcessError, StorageError
 from tests.ranked import fit, launched, results, subject
 
 OPTIONS = {"estimator": "sandwich", "solver": "krylov", "rank": 20}
@@ -127,7 +127,7 @@ class TestAnswers:
         assert second.error == f"{DataError.__name__}: Inputs: expected at least one on every " + (
             "rank, got none."
         )
-        assert first.error.startswith(RankError.__name__)
+        assert first.error.startswith(ProcessError.__name__)
         assert "error on rank 1: Inputs: expected at least one on every rank" in first.error
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltabars.runtime import vectors as summation
-from deltabars.runtime.vectors import add_inner, inner
+from deltabars.runtime.sums import add_inner, inner
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 200_000])

@@ -31,6 +31,7 @@ from deltabars.cli.options import (
 from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
+from deltabars.distributed.group import current_group
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitting.fit import check_arguments
 from deltabars.fitting.fit import fit as fit_error_bars
@@ -39,7 +40,6 @@ from deltabars.fitting.saving import MAX_FILE_SIZE
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
-from deltabars.runtime.distributed import current_group
 from deltabars.storage.shards import DTYPES
 
 _DESCRIPTION = """\

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deltabars.cli.options import compute_device
-from deltabars.errors import BadValueError, RankError, first_line
+from deltabars.errors import BadValueError, ProcessError, first_line
 from deltabars.runtime import distributed
 
 TIMEOUT = 600.0  # seconds
@@ -39,7 +39,7 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
 
     Raises:
         BadValueError: the command is for one process, or there are not enough GPUs.
-        RankError: the other processes do not come, or another one fails.
+        ProcessError: the other processes do not come, or another one fails.
     """
     if _count() == 1 or dist.is_initialized():
         yield
@@ -74,7 +74,7 @@ def _join(options: argparse.Namespace) -> None:
     try:
         dist.init_process_group(timeout=timedelta(seconds=timeout), **more)
     except (RuntimeError, ValueError) as error:
-        raise RankError(
+        raise ProcessError(
             f"Ranks: expected {_count()} processes to meet within {timeout:g} s, got an error "
             f"({first_line(error).rstrip('.')}). Start all of them with torchrun."
         ) from error

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
+from deltabars.distributed.group import alone
 from deltabars.errors import BadValueError, DataError, ModelWarning
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
@@ -33,7 +34,6 @@ from deltabars.problem.batches import labelled
 from deltabars.problem.inputs import leaves
 from deltabars.problem.network import fingerprint
 from deltabars.problem.prior import L2
-from deltabars.runtime.distributed import alone
 
 _TRIED = 16  # examples; a coin that is thrown for each comes out alike for all once in 65,536
 

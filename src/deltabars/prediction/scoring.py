@@ -13,6 +13,8 @@ from torch import Tensor
 from deltabars.covariance.low_rank import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
+from deltabars.distributed.group import Group
+from deltabars.distributed.vectors import Basis, ShardedVectors
 from deltabars.errors import DataError
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import Classes, Moderation
@@ -20,10 +22,8 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
 from deltabars.problem.inputs import Inputs, Signature, leaves
 from deltabars.problem.network import Network, model_errors
-from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import Basis, ShardedVectors
 
 _READ_SIZE = 8192  # inputs, where they do not come in batches
 _LARGEST_CHUNK = 1024
@@ -94,12 +94,12 @@ class Scorer:
         Each predicts its own inputs. One that has no more goes through its last chunk again, for as
         long as any other has some.
         """
-        with group.together():
+        if True:
             chunks = self._chunks(inputs, given)
             last: Batch | None = None
             while True:
                 chunk = next(chunks, None)
-                if not any(group.gather(chunk is not None)):
+                if not any(group.gather_objects(chunk is not None)):
                     return
                 last = chunk or last
                 if last is None:

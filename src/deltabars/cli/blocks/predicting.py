@@ -31,14 +31,14 @@ from deltabars.cli.blocks.plan import (
 )
 from deltabars.cli.sources.source import Source
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
+from deltabars.distributed.group import Group, Numbers, current_group
+from deltabars.distributed.vectors import group_of
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch
-from deltabars.runtime.distributed import Group, Numbers, current_group
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import group_of
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,23 @@ class Work:
     def run(self, progress: bool) -> Written:
         """Write all blocks that are not there and, when all ranks are done, the manifest."""
         found = find_blocks(self.folder, self.plan) if self.group.is_first else None
-        there: dict[int, int] = self.group.agreed(found)
+        there: dict[int, int] = self.group.broadcast_object(found)
         own = self._predict(there, progress)
         # Not listed again: on a disk that machines share, a list may be late.
         computed: dict[int, int] = {}
-        for part in self.group.gather(own):
+        for part in self.group.gather_objects(own):
             computed |= part
         blocks = dict(sorted((there | computed).items()))
         self._check_all_there(blocks)
         share = itertools.islice(blocks.items(), self.group.rank, None, self.group.size)
         looks = [look_at(self.folder, start, rows) for start, rows in share]
-        seen = sorted(itertools.chain(*self.group.gather(looks)), key=lambda look: look.start)
+        seen = sorted(
+            itertools.chain(*self.group.gather_objects(looks)), key=lambda look: look.start
+        )
         shown = summary(seen)
         if self.group.is_first:
             self._close(seen, shown, computed)
-        self.group.agreed(None)  # the manifest is there
+        self.group.broadcast_object(None)  # the manifest is there
         files = tuple(block_name(look.start) for look in seen)
         return Written(self.folder, sum(blocks.values()), sum(computed.values()), files, shown)
 
@@ -116,7 +118,9 @@ class Work:
         return own
 
     def _check_all_there(self, blocks: Mapping[int, int]) -> None:
-        counts = {count for count in self.group.gather(self.inputs.count) if count is not None}
+        counts = {
+            count for count in self.group.gather_objects(self.inputs.count) if count is not None
+        }
         if len(counts) > 1:
             raise DataError(
                 "Data: expected the same inputs on every rank, got "
@@ -230,7 +234,7 @@ def predict_to(
     Raises:
         StorageError: the folder is of another fit, other data or other options, or in use.
         DataError: there are no inputs, or not the same ones on all ranks.
-        RankError: another rank has failed.
+        ProcessError: another rank has failed.
 
     Example:
         >>> import tempfile, deltabars
@@ -273,7 +277,7 @@ def predict_to(
             if group.is_first:
                 stack.enter_context(held(place))
                 plan = begin(place, wanted, any_size=block_size is None)
-            plan = group.agreed(plan)
+            plan = group.broadcast_object(plan)
             if not group.is_first:
                 _check_seen(place, replace(wanted, block_size=plan.block_size))
             work = Work(quiet, source, inputs, place, plan, group, asked, batch_size)
