@@ -165,7 +165,7 @@ class HessianOperator(CurvatureOperator):
         return max(1, min(_MOST_TOGETHER, small // (examples * self.problem.activation_bytes + 1)))
 
     def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
-        """The function from vectors (b, P) to their products with this chunk's Hessian."""
+        """Return the function from vectors (b, P) to their products with a chunk's Hessian."""
         if self._backward_twice:
             return partial(self._twice_backward, batch)
         part, fixed = self._part(batch), self._fixed(batch)
@@ -183,7 +183,7 @@ class HessianOperator(CurvatureOperator):
         return partial(self._apply, partial(part.apply, prepared))
 
     def _untraced(self, batch: Batch, vectors: Tensor) -> Tensor:
-        """The products with a chunk's Hessian from the start; backward twice if need be."""
+        """Compute products with a chunk's Hessian from the start; backward twice if need be."""
         if not self._backward_twice:
             whole = partial(self._derivative, batch.inputs, *self._fixed(batch))
             try:
@@ -195,7 +195,7 @@ class HessianOperator(CurvatureOperator):
                 self._backward_twice = True
                 warnings.warn(
                     "Model: expected operations with forward derivatives, for Hessian products, "
-                    f"got one without ({first_line(error)}). Going on with gradients of gradients, "
+                    f"got one without ({first_line(error)}). Continuing with gradients of gradients, "
                     "which are slower.",
                     ModelWarning,
                     stacklevel=3,
@@ -219,7 +219,7 @@ class HessianOperator(CurvatureOperator):
         return torch.func.vmap(one)(vectors)
 
     def _part(self, batch: Batch) -> LinearPart | None:
-        """The linear part for chunks of this shape; None where torch cannot trace the model."""
+        """Return the linear part for chunks of this shape; None where tracing fails."""
         fixed = self._fixed(batch)
         key = tuple(tensor.shape for tensor in fixed)
         if key not in self._parts:
@@ -243,7 +243,10 @@ class HessianOperator(CurvatureOperator):
         return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
 
     def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
-        """∂(gradient of a chunk's loss) along tangents; arguments: ω̂, inputs, targets, tangents."""
+        """Differentiate the gradient of a chunk's loss along tangents.
+
+        The arguments are ω̂, inputs, targets, tangents.
+        """
         names = self.problem.parameters.names
         count = len(names)
         trained = dict(zip(names, arguments[:count], strict=True))
@@ -261,17 +264,14 @@ class HessianOperator(CurvatureOperator):
 
 
 def _even_chunk(count: int, most: int) -> int:
-    """A number of at most `most` that divides the examples evenly, if one of its size does.
-
-    Chunks of one shape need one trace.
-    """
+    """Return a number near `most` that divides the examples evenly: one shape, one trace."""
     fewest = -(-count // most)
     even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
     return next(even, most)
 
 
 class ConstantWithoutGrad(TorchFunctionMode):
-    """What a model computes under `torch.no_grad` is a constant to forward derivatives too."""
+    """Make what a model computes under `torch.no_grad` a constant to forward derivatives too."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -293,7 +293,7 @@ def _load_forward_derivatives() -> None:
 def gradient_products(
     network: Network, likelihood: Likelihood, batch: Batch, vectors: Tensor
 ) -> Tensor:
-    """∂(g·v)/∂ω for each row v of (b, P), with g the gradient of the batch's summed loss.
+    """Compute ∂(g·v)/∂ω for each row v of (b, P), with g the gradient of the batch's summed loss.
 
     Cost: a gradient, and about two more a vector.
 
@@ -313,8 +313,8 @@ def gradient_products(
 def check_gradient_products(network: Network, likelihood: Likelihood, batch: Batch) -> None:
     """Refuse a model whose gradients of gradients are not the derivative of its gradient.
 
-    torch leaves out, without a word, what a backward pass computes out of its sight; so a product
-    is compared with a difference of two gradients, in float64 and on a few examples.
+    torch silently leaves out what a backward pass computes outside of its graph. So a product is
+    compared with a difference of two gradients, in float64 and on a few examples.
 
     Raises:
         ModelError: they differ.
@@ -343,7 +343,7 @@ def check_gradient_products(network: Network, likelihood: Likelihood, batch: Bat
     difference = (ahead - behind) / (2 * step)
     product = gradient_products(network, likelihood, few, direction[None])[0]
     if not float((product - difference).norm()) <= _AGREE * float(difference.norm()):
-        raise _without_second_derivatives("torch gives wrong ones without saying so")
+        raise _without_second_derivatives("torch silently gives wrong ones")
 
 
 def _gradient(
@@ -379,6 +379,6 @@ def _flat(network: Network, gradient: Tensor, trained: dict[str, Tensor], vector
 def _without_second_derivatives(reason: str) -> ModelError:
     return ModelError(
         f"Hessian: expected operations with second derivatives, got one without ({reason}). Take "
-        f"{option('estimator', 'ggn')} or 'opg', which need first derivatives alone, or leave the "
-        f"parameters before it out with {option('params=')}."
+        f"{option('estimator', 'ggn')} or 'opg', which need first derivatives alone, or leave out "
+        f"the parameters before it with {option('params=')}."
     )

@@ -4,7 +4,7 @@ A Hessian product is the derivative of the gradient along a vector. At a fixed p
 examples all of it but the vector is known beforehand: the forward pass, the gradient, the masks and
 the positions that maxima were taken at. So the computation is traced once into a graph of tensor
 operations, which is cut in two: what does not depend on the vector is computed once for each chunk
-of examples (`prepare`); what does is all that is left of a product (`apply`).
+of examples (`prepare`); what does is all that a product has to compute (`apply`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEVEL: Any = forward_ad
 
 
 class LinearPart:
-    """A function(*fixed, *tangents) -> tensors, linear in the tangents, cut in two.
+    """Cut in two a function(*fixed, *tangents) -> tensors that is linear in the tangents.
 
     The graph holds for arguments of the shapes that it was traced with, whatever their values;
     functions of which that is not true are refused.
@@ -78,12 +78,12 @@ class LinearPart:
             _forget_source(module)
 
     def prepare(self, fixed: Sequence[Tensor]) -> Tensors:
-        """Everything that does not depend on the tangents and is needed with them."""
+        """Compute everything that does not depend on the tangents and is needed with them."""
         prepared: Tensors = self._before(*fixed)
         return prepared
 
     def apply(self, prepared: Tensors, tangents: Sequence[Tensor]) -> Tensors:
-        """The function at the tangents, for the prepared rest."""
+        """Evaluate the function at the tangents, for the prepared rest."""
         result: Tensors = self._after(*prepared, *tangents)
         return result
 
@@ -130,7 +130,7 @@ def _waited_for(condition: Callable[[], bool]) -> bool:
 
 
 class _FilledZeros(TorchDispatchMode):
-    """Zeros with memory in the place of those without, which stand for tangents of constants.
+    """Give memory to zeros without any, which stand for tangents of constants.
 
     Many of torch's operations read memory that is not there when they are called from a trace,
     which ends the process: ldexp, addcmul, addcdiv, addr, index_add and mse_loss, for some.
@@ -145,24 +145,24 @@ class _FilledZeros(TorchDispatchMode):
 
 
 def _check_shapes_are_fixed(graph: Graph) -> None:
-    """Refuse a graph with operations whose results have shapes or places that depend on values."""
+    """Refuse a graph with operations whose results have shapes that depend on values."""
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             continue
         dynamic = torch.Tag.dynamic_output_shape in target.tags
         if target == torch.ops.aten.index.Tensor:  # dynamic with masks alone
-            places: Any = node.args[1]
+            indices: Any = node.args[1]
             dynamic = any(
-                place is not None and kind(place)[1] in (torch.bool, torch.uint8)
-                for place in places
+                index is not None and kind(index)[1] in (torch.bool, torch.uint8)
+                for index in indices
             )
         if dynamic or "as_strided" in str(target):
             raise RuntimeError(f"{target} cannot be applied to other values.")
 
 
 def _forget_source(module: GraphModule) -> None:
-    """Let go of the text of a graph, which torch keeps for tracebacks for as long as it runs."""
+    """Free the text of a graph, which torch keeps for tracebacks for as long as it runs."""
     key = type(module).forward.__code__.co_filename
     linecache.cache.pop(key, None)
     loader: Any = getattr(torch.fx.graph_module, "_loader", None)
@@ -170,7 +170,7 @@ def _forget_source(module: GraphModule) -> None:
 
 
 def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:
-    """The memory that prepared tensors hold beside the arguments that they were made from."""
+    """Return the memory of prepared tensors, beside the arguments they were made from."""
     storages = [tensor.untyped_storage() for tensor in prepared]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in fixed:
@@ -179,7 +179,7 @@ def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:
 
 
 def _cut(traced: GraphModule, num_fixed: int) -> tuple[GraphModule, GraphModule]:
-    """The graph in two: from the fixed arguments to what is needed of them; from there on."""
+    """Cut the graph in two: from the fixed arguments to what is needed of them, and from there."""
     nodes = list(traced.graph.nodes)
     arguments = [node for node in nodes if node.op == "placeholder"]
     (output,) = (node for node in nodes if node.op == "output")

@@ -1,4 +1,4 @@
-"""Eigenpairs held to what their solver promised: measured against the matrix itself."""
+"""Audit of eigenpairs: measured against the matrix itself, and against the promised residual."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def audit(
     """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
 
     Args:
-        matmat: products of the matrix with rows (b, p) of the columns that are here.
-        space: that they are in.
+        matmat: products of the matrix with rows (b, p) of the own columns.
+        space: of the rows.
         pairs: with vectors (K, p).
         seed: of the signs.
 
@@ -79,7 +79,7 @@ def _norm(gram: Tensor) -> float:
 
 
 def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> None:
-    """Warn where pairs are far from what their solver promised: what follows is not to be trusted.
+    """Warn where pairs are far from what their solver promised.
 
     Args:
         name: of the matrix.

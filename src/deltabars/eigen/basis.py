@@ -14,11 +14,11 @@ _COLUMNS_OF_A_BLOCK = 1 << 16
 
 
 class Basis:
-    """Orthonormal rows, kept in panels so that growing copies nothing.
+    """Hold orthonormal rows, in panels so that growing copies nothing.
 
     Args:
-        space: that they are in; of each row its own columns are here, (p,).
-        first_panel: rows of the first panel; `keep` leaves what it keeps there if it fits.
+        space: of the rows; each process holds its own columns of them, (p,).
+        first_panel: rows of the first panel; `keep` leaves the result there if it fits.
         locked: orthonormal rows (L, p) that all others are orthogonal to; they do not count.
     """
 
@@ -57,7 +57,7 @@ class Basis:
         Returns:
             The products with the locked rows and with those of the basis, (b, L + rows), float64.
 
-        Cost: one message.
+        Cost: one collective.
         """
         panels = [*self._locked, *self._filled()]
         if not panels:
@@ -105,7 +105,7 @@ class Basis:
         return self._filled()
 
     def copy(self, start: int, stop: int) -> Tensor:
-        """A copy of some of the rows."""
+        """Copy some of the rows."""
         parts, before = [], 0
         for panel in self._filled():
             parts.append(panel[max(0, start - before) : max(0, stop - before)])
@@ -113,7 +113,7 @@ class Basis:
         return torch.cat(parts)
 
     def take(self) -> Tensor:
-        """The rows as one tensor; without a copy where they fill the first panel."""
+        """Return the rows as one tensor; without a copy where they fill the first panel."""
         filled = self._filled()
         return filled[0] if len(filled) == 1 else torch.cat(filled)
 
@@ -135,7 +135,7 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
 
     From inner products, which are a few matrix products where a QR factorisation of long rows is
     slow: the first round makes W well conditioned, the second one orthonormal. In place.
-    Cost: one message for one row; else two, and one to three small ones.
+    Cost: one collective for one row; else two, and one to three small ones.
     """
     floor = torch.finfo(rows.dtype).eps ** 0.5
     turn, strengths = _principal(space.inner(rows, rows).cpu(), space)
@@ -163,11 +163,9 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
 def extend(
     basis: Basis, vectors: Tensor, count: int, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`count` orthonormal rows V that continue the basis along `vectors` (b, P).
+    """Return `count` orthonormal rows V that continue the basis along `vectors` (b, P).
 
-    The basis has been removed from the vectors once.
-
-    They take the place of the vectors, as far as they can.
+    The basis has been removed from the vectors once. V overwrites them where it can.
 
     Directions with a strength of less than `noise` are rounding errors: an invariant subspace was
     found, and they are replaced by random ones, with zeros in the coupling.
@@ -213,7 +211,7 @@ def _inverse(lower: Tensor) -> Tensor:
 
 
 def completed(rows: Tensor, count: int, space: Space) -> Tensor:
-    """Orthonormal rows (k, p), and as many more as `count` of them take, in any direction."""
+    """Complete orthonormal rows (k, p) to `count` rows, in any direction."""
     if len(rows) == count:
         return rows.contiguous()
     basis = Basis(space, 1, rows.device, rows.dtype, rows)
@@ -222,7 +220,7 @@ def completed(rows: Tensor, count: int, space: Space) -> Tensor:
 
 
 def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Random orthonormal rows (count, p), orthogonal to the basis and to `rows`."""
+    """Draw random orthonormal rows (count, p), orthogonal to the basis and to `rows`."""
     space = basis.space
     fresh = space.random_rows(count, generator, rows.device, rows.dtype)
     for _ in range(3):  # each pass on unit rows: what little room is left is found by the second
@@ -233,5 +231,5 @@ def _fresh_rows(basis: Basis, rows: Tensor, count: int, generator: torch.Generat
 
 
 def default_block_size(rank: int) -> int:
-    """Vectors a block: a tenth of the rank, between 2 and 100."""
+    """Return the vectors a block: a tenth of the rank, between 2 and 100."""
     return max(2, min(100, rank // 10))

@@ -21,7 +21,7 @@ _ROWS_AT_ONCE = 64
 
 
 def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPairs:
-    """The `rank` largest eigenpairs by forming the matrix and `eigh` in float64.
+    """Compute the `rank` largest eigenpairs by forming the matrix and `eigh` in float64.
 
     All other eigenvalues are returned as `smallest`.
 

@@ -33,8 +33,9 @@ class EigenPairs:
 
     Attributes:
         values: the eigenvalues, descending, (K,), float64.
-        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or `vectors.Vectors` where
-            they stay in files or in the memory of the CPU, or are sharded over processes.
+        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or
+            `distributed.vectors.Vectors` where they stay in files or in the memory of the CPU, or
+            are sharded over processes.
         residuals: ‖Aq − λq‖ for each pair, over `residual_scale(values)`, (K,), float64.
         smallest: eigenvalues known from the lower end of the spectrum, ascending, (m,), float64.
             They need not be next to one another unless the solver was asked for them.
@@ -61,7 +62,7 @@ class EigenPairs:
 
     @property
     def least(self) -> float:
-        """The least eigenvalue seen: the last one, one of `smallest`, or the least Ritz value."""
+        """The smallest eigenvalue seen: the last one, one of `smallest`, or a Ritz value."""
         seen = [float(self.values[-1]), *self.smallest[:1].tolist()]
         return min([*seen, float(self.statistics.get(LEAST_RITZ, math.inf))])
 
@@ -102,11 +103,11 @@ class EigenPairs:
         return self.least if whole else None
 
     def shifted(self, shift: float) -> EigenPairs:
-        """The eigenpairs of A + shift·I: the same vectors, the values moved."""
+        """Return the eigenpairs of A + shift·I: the same vectors, the values moved."""
         return self.mapped(1.0, shift)
 
     def mapped(self, factor: float, shift: float) -> EigenPairs:
-        """The eigenpairs of factor·A + shift·I, factor > 0: the same vectors, other values."""
+        """Return the eigenpairs of factor·A + shift·I, factor > 0."""
         values = factor * self.values + shift
         smallest = factor * self.smallest + shift
         before, after = residual_scale(self.values), residual_scale(values)
@@ -127,7 +128,7 @@ class EigenPairs:
         )
 
     def first(self, count: int) -> EigenPairs:
-        """The `count` largest pairs; the values of the others go to `smallest`."""
+        """Return the `count` largest pairs; the values of the others go to `smallest`."""
         return replace(
             self,
             values=self.values[:count],
@@ -138,7 +139,7 @@ class EigenPairs:
         )
 
     def to(self, device: torch.device | str) -> EigenPairs:
-        """The same pairs on a device."""
+        """Move the pairs to a device."""
         return replace(
             self,
             values=self.values.to(device),
@@ -155,17 +156,17 @@ def _first(vectors: Any, count: int) -> Any:
 
 
 def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
-    """The eigenpairs of a matrix (P, P) that is A at some places and `elsewhere`·I beyond.
+    """Return the eigenpairs of a matrix (P, P) that is A at some indices and `elsewhere`·I beyond.
 
     Args:
         pairs: of A, as many as are wanted.
         spaces: of the larger matrix, and of A.
         elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
     """
-    space, places, here = spaces.whole, spaces.indices, spaces.own_indices
-    if places is None:
+    space, indices, here = spaces.whole, spaces.indices, spaces.own_indices
+    if indices is None:
         return pairs
-    count, others = len(pairs), space.size - len(places)
+    count, others = len(pairs), space.size - len(indices)
     first = int((pairs.values >= elsewhere).sum())
     units = min(count - first, others)  # they come before eigenvalues that are lower
     last = count - first - units
@@ -173,8 +174,8 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
     vectors[:first, here] = pairs.vectors[:first]
     vectors[first + units :, here] = pairs.vectors[first : first + last]
     if units:
-        free = torch.ones(space.size, dtype=torch.bool, device=places.device)
-        free[places] = False
+        free = torch.ones(space.size, dtype=torch.bool, device=indices.device)
+        free[indices] = False
         spots = free.nonzero()[:units, 0] - space.own.start
         mine = ((spots >= 0) & (spots < space.width)).nonzero()[:, 0]
         vectors[first + mine, spots[mine]] = 1.0
@@ -199,7 +200,7 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
 
 
 def residual_scale(values: Tensor) -> Tensor:
-    """What residual norms are divided by: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
+    """Return the scale of residual norms: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
 
     Against a plain max(λ, 1) this keeps a tolerance meaningful for matrices of small norm.
     """
@@ -227,27 +228,27 @@ def is_whole(value: object) -> bool:
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """The residual that a solver stops at: what the type of the products allows."""
+    """Return the residual that a solver stops at: what the type of the products allows."""
     return 1e-10 if dtype == torch.float64 else 1e-5
 
 
 def residual_tolerance(dtype: torch.dtype, l2: float) -> float:
-    """The residual that pairs are solved to whose eigenvalues count beside λ = `l2`.
+    """Return the residual to reach where eigenvalues count beside λ = `l2`.
 
-    A thousandth of λ, or what the type of the products can tell from zero, and no more than the
-    default. (Intervals count what is left, see `covariance.Defects`.)
+    A thousandth of λ, at least what the type of the products can resolve, at most the default.
+    (Intervals count what remains, see `covariance.Defects`.)
     """
     least = 2 * torch.finfo(dtype).eps
     return max(least, min(default_tolerance(dtype), _SHARE_OF_L2 * l2))
 
 
 def check_tolerance(tolerance: float, dtype: torch.dtype) -> None:
-    """Refuse a residual that products in this type cannot tell from zero."""
+    """Refuse a residual that products in this type cannot resolve."""
     least = torch.finfo(dtype).eps
     if not tolerance >= least:
         raise BadValueError(
-            f"tolerance: expected a number above zero, from {least:.2g} on ({dtype} tells no less "
-            f"from zero), got {tolerance!r}."
+            f"tolerance: expected a number above zero, from {least:.2g} on (the resolution of "
+            f"{dtype}), got {tolerance!r}."
         )
 
 

@@ -1,4 +1,4 @@
-"""A matrix seen from a Krylov space: T = V A Vᵀ, which grows with the basis V."""
+"""The projection of a matrix on a Krylov space: T = V A Vᵀ, which grows with the basis V."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ritz:
     norms: Tensor  # (m,)
 
     def converged(self, rank: int, smallest: int, tolerance: float) -> tuple[int, bool]:
-        """How many of the largest `rank` pairs have converged, and whether all asked for have."""
+        """Return how many of the largest `rank` pairs have converged, and whether all wanted have."""
         top = self.values.flip(0)[:rank]
         upper = self.norms.flip(0)[:rank] <= tolerance * residual_scale(top)
         ends = self.values[-1:].expand(smallest)
@@ -33,14 +33,14 @@ class Ritz:
         return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
 
     def distance(self, rank: int, smallest: int, tolerance: float) -> float:
-        """How far they are from that: Σ log(residual/tolerance) over those that have not."""
+        """Return how far the pairs are from that: Σ log(residual/tolerance) over the others."""
         top, ends = self.values.flip(0)[:rank], self.values[-1:].expand(smallest)
         upper = self.norms.flip(0)[:rank] / residual_scale(top)
         low = self.norms[:smallest] / lower_scale(self.values[:smallest], ends)
         return float((torch.cat([upper, low]) / tolerance).clamp(min=1.0).log().sum())
 
     def leading(self, tolerance: float) -> int:
-        """How many of the largest pairs, one after the other, have converged."""
+        """Count the largest pairs that have converged, up to the first that has not."""
         top = self.values.flip(0)
         good = self.norms.flip(0) <= tolerance * residual_scale(top)
         return int(good.long().cumprod(0).sum())
@@ -82,7 +82,7 @@ class Projected:
         return self._space[: self.size, : self.size]
 
     def ritz(self) -> Ritz:
-        """The Ritz pairs, with their residual norms through the coupling. Cost: m³."""
+        """Compute the Ritz pairs, and their residual norms through the coupling. Cost: m³."""
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
         values, coordinates = torch.linalg.eigh(self._matrix.to(here))
         if self._group.size > 1:
@@ -93,7 +93,7 @@ class Projected:
         return Ritz(values.cpu(), coordinates, norms)
 
     def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:
-        """Go on with the Ritz pairs of the indices `kept` (k,) alone: their coordinates (m, k)."""
+        """Restart from the Ritz pairs `kept` (k,); return their coordinates (m, k)."""
         coordinates = ritz.coordinates[:, kept.to(ritz.coordinates.device)]
         last = coordinates[self.size - self._coupling.shape[0] :].cpu()
         self._coupling = last.T @ self._coupling
@@ -122,35 +122,35 @@ class Projected:
 
 
 class Growth(Protocol):
-    """What decides whether pairs are enough: from their values and what they show of some rows."""
+    """A criterion for enough pairs, from their values and their projections of some rows."""
 
     @property
     def rows(self) -> Tensor:
         """The rows (m, p) whose projections are followed."""
 
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
-        """Whether the eigenvalues (k,), descending, and `rows`·Qᵀ (m, k) will do; both float64."""
+        """Return whether eigenvalues (k,), descending, and `rows`·Qᵀ (m, k) suffice; float64."""
 
     def looked(self) -> Tensor:
-        """What the last look has left to be remembered, for a checkpoint."""
+        """Return what the last check has to remember, for a checkpoint."""
 
     def look_back(self, looked: Tensor) -> None:
-        """Remember it again."""
+        """Restore what the last check had to remember."""
 
 
 class Followed:
-    """The projections of rows on a basis, kept up while it grows. Cost: m·P operations a vector."""
+    """Update the projections of rows on a growing basis. Cost: m·P operations a vector."""
 
     def __init__(self, growth: Growth, space: Space) -> None:
         self._growth, self._space = growth, space
         self._parts: list[Tensor] = []
 
     def append(self, block: Tensor) -> None:
-        """Take in new rows (b, p) of the basis."""
+        """Add new rows (b, p) of the basis."""
         self._parts.append(self._space.inner(self._growth.rows, block))
 
     def fewest(self, ritz: Ritz, count: int) -> int | None:
-        """How many of the `count` largest Ritz pairs will do; None where they do not."""
+        """Return how many of the `count` largest Ritz pairs suffice; None where they do not."""
         if count == 0:
             return None
         on_basis = torch.cat(self._parts, dim=1)  # (m, rows of the basis)
@@ -160,7 +160,7 @@ class Followed:
 
 
 def fewest(growth: Growth, values: Tensor, projections: Tensor) -> int | None:
-    """How many of the pairs are enough; None where all of them are not.
+    """Return how many of the pairs are enough; None where all of them are not.
 
     By bisection: with more pairs the error only falls.
     """
@@ -173,5 +173,5 @@ def fewest(growth: Growth, values: Tensor, projections: Tensor) -> int | None:
             high = middle
         else:
             low = middle + 1
-    growth.is_enough(values[:low], projections[:, :low])  # it remembers its last look
+    growth.is_enough(values[:low], projections[:, :low])  # it remembers its last check
     return low

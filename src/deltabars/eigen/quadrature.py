@@ -1,4 +1,4 @@
-"""Quadratic forms fᵀA⁻¹f between two values that hold, whatever the solver did.
+"""Quadratic forms fᵀA⁻¹f between rigorous bounds, whatever the solver did.
 
 For any x, with r = f − Ax,
 
@@ -41,7 +41,7 @@ class Enclosure:
 
 
 def least_tolerance(dtype: torch.dtype) -> float:
-    """The narrowest relative half-width of √(fᵀA⁻¹f) that rounding lets be promised."""
+    """Return the narrowest relative half-width of √(fᵀA⁻¹f) that rounding allows."""
     return float(_ROUNDING * torch.finfo(dtype).eps)
 
 
@@ -133,7 +133,7 @@ class _Run:
         state["p"] = z + (state["rz"] / before).to(image.dtype)[:, None] * state["p"]
 
     def enclose(self) -> tuple[Tensor, Tensor]:
-        """The interval from the solution as it is, with its true residual."""
+        """Return the interval from the present solution, with its true residual."""
         self.residual = self.rows - self._product(self.solution)
         image = self._product(self.residual)
         square = _dot(self.residual, self.residual)  # ‖r‖²

@@ -13,15 +13,12 @@ from deltabars.covariance.tail import Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.curvature.sensitivity import check_space
 from deltabars.distributed.group import current_group
 from deltabars.distributed.vectors import combined, group_of, projected
 from deltabars.eigen.pairs import is_whole
 from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
 from deltabars.fitting.describe import evidence_of
-from deltabars.fitting.options import check_batch_size
-from deltabars.fitting.predicting import served, shows_progress
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import unit_rows
 from deltabars.prediction.prediction import Prediction
@@ -40,84 +37,49 @@ _COPIES = 6  # of the rows of F, that solving takes
 _ENOUGH_PRODUCTS = 1000
 
 
-def certify(
-    state: FittedState,
-    inputs: Any,
-    data: Any,
-    *,
-    tolerance: float,
-    space: str,
-    estimator: str | None,
-    max_products: int | None,
-    batch_size: int | None,
-    progress: bool | None,
-) -> Prediction:
-    """Predict with intervals of a given width; the arguments are those of `DeltaFit.certify`."""
-    name = served(state, estimator)[0]
-    if name not in OPERATORS:
-        raise BadValueError(
-            f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
-            f"λ, got {name}. "
-            + (
-                f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
-                if "opg" in state.spectra
-                else f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
-            )
-        )
-    count = max(current_group().size, group_of(state.spectra).size)
-    if count > 1:
-        raise BadValueError(
-            f"certify: expected one process, got {count}. Save the fit, load it in one process, or "
-            "within deltabars.distributed.alone(), and certify there."
-        )
-    least = least_tolerance(state.network.dtype)
-    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
-        raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
-    if tolerance < 2 * least:
-        raise BadValueError(
-            f"tolerance: expected {2 * least:.2g} or more, which is what {state.network.dtype} can "
-            f"promise, got {tolerance:g}. Fit with "
-            f"{option('dtype', torch.float64)} for less."
-        )
-    if max_products is not None and (not is_whole(max_products) or max_products < 3):
-        raise BadValueError(
-            f"max_products: expected a whole number from 3 on, got {max_products!r}."
-        )
-    check_space(space)
-    check_batch_size(batch_size)
-    shown = shows_progress(state, progress)
-    with Progress("Reading the data", None, "example", shown) as bar:
-        problem = Problem(
-            state.network,
-            data,
-            state.likelihood,
-            l2=state.prior,
-            memory_budget=state.memory_budget,
-            on_progress=bar.show,
-        )
-    found = f"{problem.data.fingerprint:016x}"
-    if found != state.diagnostics["data_fingerprint"]:
-        raise DataError(
-            "certify: expected the training data that the fit was made with, in the same order, "
-            f"got others ({problem.num_examples} examples; the fit has {state.num_examples})."
-        )
-    solver = _Solver(state, name, problem, tolerance, max_products or _ENOUGH_PRODUCTS)
-    with full_precision(state.network.device):
-        return solver.predict(inputs, space, batch_size, shown)
+class Certifier:
+    """The matrix of an estimator at the noise of a fit, to be inverted by conjugate gradients.
 
-
-class _Solver:
-    """The matrix A of an estimator at the noise of a fit, its preconditioner, and CG."""
+    Args:
+        state: of the fit.
+        data: its training data.
+        tolerance: for half of the width of each interval, relative to its middle.
+        estimator: `"opg"` or `"ggn"`, or None for the fit's own.
+        max_products: a batch of inputs.
+        progress: whether to show that the data are read.
+    """
 
     def __init__(
-        self, state: FittedState, name: str, problem: Problem, tolerance: float, max_products: int
+        self,
+        state: FittedState,
+        data: Any,
+        tolerance: float,
+        estimator: str | None,
+        max_products: int | None,
+        progress: bool,
     ) -> None:
-        self.state, self.name, self.problem = state, name, problem
-        self.operator = OPERATORS[name](problem)
-        self.tolerance, self.max_products = tolerance, max_products
+        self.state, self.name = state, state.served(estimator)[0]
+        _check(state, self.name, tolerance, max_products)
+        self.tolerance, self.max_products = tolerance, max_products or _ENOUGH_PRODUCTS
+        with Progress("Reading the data", None, "example", progress) as bar:
+            self.problem = Problem(
+                state.network,
+                data,
+                state.likelihood,
+                l2=state.prior,
+                memory_budget=state.memory_budget,
+                on_progress=bar.show,
+            )
+        found = f"{self.problem.data.fingerprint:016x}"
+        if found != state.diagnostics["data_fingerprint"]:
+            raise DataError(
+                "certify: expected the training data of the fit, in the same order, got others "
+                f"({self.problem.num_examples} examples; the fit has {state.num_examples})."
+            )
+        self.operator = OPERATORS[self.name](self.problem)
         # At noise σ the data part of G is over σ², and so is N (see `hyperparameters`).
-        self.factor = 1.0 / (state.noise or 1.0) ** 2 if name == "opg" else 1.0
-        pairs = state.pairs_of(name)
+        self.factor = 1.0 / (state.noise or 1.0) ** 2 if self.name == "opg" else 1.0
+        pairs = state.pairs_of(self.name)
         self.norm, self.vectors = float(pairs.values[0]), pairs.vectors
         tail = Tail.after(pairs.values, state.rank, state.level, state.num_parameters)
         self.inverse_tail = 1.0 / tail.harmonic_mean
@@ -126,6 +88,7 @@ class _Solver:
     def predict(
         self, inputs: Any, space: str, batch_size: int | None, progress: bool
     ) -> Prediction:
+        """Predict with intervals; the arguments are those of `DeltaFit.certify`."""
         state, parts, wide = self.state, [], 0
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         size = batch_size or self._default_batch_size()
@@ -171,15 +134,16 @@ class _Solver:
             rows = state.pullback.rows(batch.inputs, cotangents)  # F (B, C, P)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        found = enclose_inverse_forms(
-            self._product,
-            rows.flatten(0, 1),
-            self.problem.l2,
-            self._precondition,
-            self.tolerance,
-            self.max_products,
-            norm=self.norm,
-        )
+        with full_precision(state.network.device):
+            found = enclose_inverse_forms(
+                self._product,
+                rows.flatten(0, 1),
+                self.problem.l2,
+                self._precondition,
+                self.tolerance,
+                self.max_products,
+                norm=self.norm,
+            )
         low, high = (
             part.view(rows.shape[:2]) / state.informative_examples
             for part in (found.low, found.high)
@@ -212,3 +176,34 @@ class _Solver:
         if isinstance(self.vectors, Tensor):
             return torch.addmm(rows, inside, self.vectors, beta=self.inverse_tail)
         return combined(inside, self.vectors) + self.inverse_tail * rows
+
+
+def _check(state: FittedState, name: str, tolerance: float, max_products: int | None) -> None:
+    if name not in OPERATORS:
+        raise BadValueError(
+            f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
+            f"λ, got {name}. "
+            + (
+                f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
+                if "opg" in state.spectra
+                else f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
+            )
+        )
+    count = max(current_group().size, group_of(state.spectra).size)
+    if count > 1:
+        raise BadValueError(
+            f"certify: expected one process, got {count}. Save the fit, load it in one process, or "
+            "within deltabars.distributed.alone(), and certify there."
+        )
+    least = least_tolerance(state.network.dtype)
+    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
+        raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
+    if tolerance < 2 * least:
+        raise BadValueError(
+            f"tolerance: expected {2 * least:.2g} or more, which is what {state.network.dtype} can "
+            f"promise, got {tolerance:g}. Fit with {option('dtype', torch.float64)} for less."
+        )
+    if max_products is not None and (not is_whole(max_products) or max_products < 3):
+        raise BadValueError(
+            f"max_products: expected a whole number from 3 on, got {max_products!r}."
+        )

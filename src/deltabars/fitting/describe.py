@@ -1,4 +1,4 @@
-"""What a fit says of itself: how many parameters the data determine, how far the optimum is."""
+"""Descriptions of a fit: effective parameters, distance from the optimum, text and plots."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
 
 
 def effective_parameters(state: FittedState) -> float:
-    """Σₖ (λₖ − λ)/λₖ over the K pairs."""
+    """Compute Σₖ (λₖ − λ)/λₖ over the K pairs."""
     values = _positive(state.pairs_of(state.main_matrix))
     return float(((values - state.level) / values).sum())
 
 
 def effective_parameters_interval(state: FittedState) -> tuple[float, float]:
-    """What the sum over all eigenvalues lies between, if the others are between λ and λ_K."""
+    """Bound the sum over all eigenvalues, if the others lie between λ and λ_K."""
     pairs = state.pairs_of(state.main_matrix)
     values, slack = _positive(pairs), pairs.slack
     last = Tail.after(values, len(values), state.level, state.num_parameters).last
@@ -41,7 +41,7 @@ def effective_parameters_interval(state: FittedState) -> tuple[float, float]:
 
 
 def distance_from_optimum(state: FittedState, gradient: Tensor) -> float | None:
-    """How far predictions at the optimum are from those at ω̂, in their error bars.
+    """Measure how far predictions at the optimum are from those at ω̂, in their error bars.
 
     The Newton step H⁻¹g moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ of its variance. The
     mean of that over the K directions, each weighted by the share (λₖ − λ)/λₖ that the data
@@ -66,7 +66,7 @@ def distance_from_optimum(state: FittedState, gradient: Tensor) -> float | None:
 
 
 def interval_reach(state: FittedState) -> dict[str, Any]:
-    """What says, of a sandwich, whether its intervals are worth reading."""
+    """Return how wide the intervals of a sandwich are, beside its bars; empty for others."""
     positive = all(bool(pairs.values[0] > 0) for pairs in state.spectra.values())
     if state.estimator != SANDWICH or not positive:
         return {}
@@ -76,7 +76,7 @@ def interval_reach(state: FittedState) -> dict[str, Any]:
 
 
 def evidence_of(state: FittedState, rank: int, estimator: str) -> Evidence:
-    """What a fit says of the bars of all its predictions. Cost: nothing."""
+    """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
     known = state.diagnostics
     gradient, distance = map(known.get, ("relative_gradient", "distance_from_optimum"))
     last = set(LastLayer().names(state.network.model))
@@ -92,7 +92,7 @@ def evidence_of(state: FittedState, rank: int, estimator: str) -> Evidence:
 
 
 def describe(state: FittedState) -> str:
-    """What was fitted, its spectra, and how many parameters they determine."""
+    """Describe a fit, its spectra, and how many parameters they determine."""
     numbers = ", ".join(f"{name} = {value}" for name, value in _numbers(state).items())
     lines = [f"DeltaFit: {state.estimator}, {numbers}"]
     for name, pairs in state.spectra.items():
@@ -104,7 +104,7 @@ def describe(state: FittedState) -> str:
 
 
 def describe_in_html(state: FittedState) -> str:
-    """The same as tables."""
+    """Describe a fit in tables."""
     numbers = _numbers(state)
     spectra = [
         [
@@ -125,7 +125,7 @@ def describe_in_html(state: FittedState) -> str:
 
 
 def draw_spectra(state: FittedState, ax: Any = None) -> Any:
-    """The magnitudes of the computed eigenvalues against their index, a line a matrix."""
+    """Draw the magnitudes of the eigenvalues against their index, a line a matrix."""
     axes = axes_or_new(ax)
     beyond = 0.0
     for name, pairs in state.spectra.items():
@@ -195,7 +195,7 @@ def _in_words(l2: L2) -> str:
 
 
 def _along(gradient: Tensor, vectors: Basis) -> Tensor:
-    """The components (1, K) of a gradient (1, P): each process adds those of its columns."""
+    """Project a gradient (1, P) on eigenvectors, (1, K), over the columns of all processes."""
     if not isinstance(vectors, ShardedVectors):
         return products(gradient, vectors)
     own = products(gradient[:, vectors.space.own], vectors.part)

@@ -25,7 +25,6 @@ from deltabars.fitting.hyperparameters import with_settled_noise
 from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.options import Deadline, FitOptions
 from deltabars.fitting.solving import solve
-from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
@@ -327,8 +326,8 @@ def _assemble(
     progress: bool,
 ) -> DeltaFit:
     network, signature = problem.network, problem.data.signature
-    state = with_settled_noise(
-        FittedState(
+    fit = with_settled_noise(
+        DeltaFit(
             estimator=options.estimator,
             prior=problem.prior,
             num_examples=problem.num_examples,
@@ -345,8 +344,8 @@ def _assemble(
         )
     )
     with full_precision(problem.device):
-        distance = distance_from_optimum(state, problem.gradient)
-        reach = interval_reach(state)
+        distance = distance_from_optimum(fit, problem.gradient)
+        reach = interval_reach(fit)
     problem.warn_if_far_from_optimum(distance)
     found = {**diagnostics, "distance_from_optimum": distance, **reach}
-    return DeltaFit(state.moved(diagnostics=found))
+    return fit.moved(diagnostics=found)

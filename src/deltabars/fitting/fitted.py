@@ -1,127 +1,42 @@
-"""`DeltaFit`: the public face of a fit."""
+"""`DeltaFit`: the data of a fit, with the methods that users call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from deltabars.distributed.vectors import PartedVectors
-from deltabars.eigen.pairs import EigenPairs
-from deltabars.fitting.certifying import certify
-from deltabars.fitting.describe import (
-    describe,
-    describe_in_html,
-    draw_spectra,
-    effective_parameters,
-    effective_parameters_interval,
-)
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.low_rank import BOUNDS
+from deltabars.curvature.sensitivity import check_space
+from deltabars.distributed.vectors import PartedVectors, first
+from deltabars.eigen.pairs import is_whole
+from deltabars.errors import BadValueError
+from deltabars.fitting import describe
+from deltabars.fitting.certifying import Certifier
 from deltabars.fitting.hyperparameters import with_l2, with_noise
-from deltabars.fitting.predicting import predict
-from deltabars.fitting.sampling import sample
+from deltabars.fitting.options import check_batch_size
 from deltabars.fitting.saving import MAX_FILE_SIZE, save
 from deltabars.fitting.state import FittedState
 from deltabars.fitting.tuning import Tuning, tune_l2
-from deltabars.likelihoods.base import Likelihood
-from deltabars.prediction.averaging import SAMPLES
+from deltabars.prediction.averaging import SAMPLES, Classes, choose_classes, choose_moderation
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network
+from deltabars.prediction.scoring import Scorer
 from deltabars.problem.prior import L2
+from deltabars.runtime.precision import full_precision
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeltaFit:
-    """The eigenpairs of a trained network's curvature, ready to put error bars on predictions.
+class DeltaFit(FittedState):
+    """The eigenpairs of a trained network's curvature, which put error bars on its predictions.
 
-    Immutable: the weights are those of the moment of the fit, whatever happens to the model.
-
-    Attributes:
-        state: the data of the fit, which the methods here work on.
+    Immutable: the weights are those of the moment of the fit, whatever happens to the model. The
+    attributes are those of `FittedState`: `estimator`, `l2`, `num_examples` (N), `num_parameters`
+    (P), `num_outputs` (C), `rank` (K), `spectra`, `diagnostics`, `likelihood`, `noise`, `network`.
     """
-
-    state: FittedState
-
-    @property
-    def estimator(self) -> str:
-        """`"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`."""
-        return self.state.estimator
-
-    @property
-    def l2(self) -> L2:
-        """λ as it was given: a number, or numbers by name pattern."""
-        return self.state.l2
-
-    @property
-    def level(self) -> float:
-        """λ as it is in the eigenvalues: `l2`, or 1 times a common factor where that is several."""
-        return self.state.level
-
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.state.num_examples
-
-    @property
-    def num_parameters(self) -> int:
-        """P."""
-        return self.state.num_parameters
-
-    @property
-    def num_outputs(self) -> int:
-        """C."""
-        return self.state.num_outputs
-
-    @property
-    def rank(self) -> int:
-        """K, the number of computed eigenpairs; the larger one of a sandwich."""
-        return self.state.rank
-
-    @property
-    def spectra(self) -> Mapping[str, EigenPairs]:
-        """The eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1."""
-        return self.state.spectra
-
-    @property
-    def diagnostics(self) -> Mapping[str, Any]:
-        """Cost and gradient norm, how good the eigenpairs of each matrix are, times, versions."""
-        return self.state.diagnostics
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """What the outputs mean."""
-        return self.state.likelihood
-
-    @property
-    def noise(self) -> float | None:
-        """σ of a Gaussian likelihood, given or estimated; None for the others."""
-        return self.state.noise
-
-    @property
-    def network(self) -> Network:
-        """The fit's own copy of the model, with the trained weights."""
-        return self.state.network
-
-    @property
-    def signature(self) -> Signature:
-        """What an input is made of."""
-        return self.state.signature
-
-    @property
-    def effective_parameters(self) -> float:
-        """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
-        return effective_parameters(self.state)
-
-    @property
-    def effective_parameters_interval(self) -> tuple[float, float]:
-        """The interval that the full sum lies in, if the tail lies between λ and λ_K.
-
-        Raises:
-            BadValueError: no eigenvalue is positive.
-        """
-        return effective_parameters_interval(self.state)
 
     def predict(
         self,
@@ -140,11 +55,11 @@ class DeltaFit:
         batch_size: int | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Predictions with error bars.
+        """Predict with error bars.
 
         Args:
             inputs: a tensor (or tuple or mapping of tensors), a DataLoader or a Dataset; targets
-                in it are left out.
+                in it are ignored.
             rank: use the first pairs only; all of them by default.
             full_rank: close the spectrum with λ (the default), or use the K pairs alone.
             space: `"probability"` for error bars of the mean, `"logit"` for those of the outputs.
@@ -159,7 +74,7 @@ class DeltaFit:
                 `samples` points of the logits' scatter (`"sampling"`), by a formula without the
                 mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
             samples, seed: of the sampling; the same ones for all inputs.
-            batch_size: inputs worked on at a time; chosen by the memory budget by default.
+            batch_size: inputs processed at a time; chosen by the memory budget by default.
             progress: whether to show it; as the fit does by default.
 
         Returns:
@@ -167,24 +82,68 @@ class DeltaFit:
 
         Cost: C backward passes an input, and for each matrix P·K operations an input for dense
         layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
-        layer and for each activation. C is the number of `classes` asked for.
+        layer and for each activation. C is the number of wanted `classes`.
         """
-        return predict(
-            self.state,
-            inputs,
-            rank=rank,
-            full_rank=full_rank,
-            space=space,
-            covariance=covariance,
-            bound=bound,
-            estimator=estimator,
-            classes=classes,
-            moderation=moderation,
-            samples=samples,
-            seed=seed,
-            batch_size=batch_size,
-            progress=progress,
+        names, used, chosen = self.check_request(
+            estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
         )
+        check_space(space)
+        if bound not in BOUNDS:
+            raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
+        if bound == "paper" and not full_rank:
+            raise BadValueError(
+                "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
+                "estimate only."
+            )
+        shown = self.shows_progress(progress)
+        average = choose_moderation(
+            moderation, samples, seed, self.num_outputs, self.likelihood, subset=chosen is not None
+        )
+        with full_precision(self.network.device):
+            covariances = {name: self.covariance_of(name, used, full_rank) for name in names}
+        matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
+        scorer = Scorer(
+            self.pullback,
+            self.likelihood,
+            self.signature,
+            {matrix: first(self.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
+            covariances,
+            space,
+            bound,
+            with_covariance=covariance,
+            classes=chosen,
+            moderation=average,
+            memory_budget=self.memory_budget,
+        )
+        results = {
+            name: found.judged_by(describe.evidence_of(self, used, name))
+            for name, found in scorer.predict(inputs, batch_size, shown).items()
+        }
+        is_one = estimator is None or isinstance(estimator, str)
+        return results[names[0]] if is_one else results
+
+    def check_request(
+        self,
+        *,
+        estimator: str | Sequence[str] | None = None,
+        rank: int | None = None,
+        classes: str | Sequence[int] | None = None,
+        batch_size: int | None = None,
+    ) -> tuple[list[str], int, Classes | None]:
+        """Check arguments of `predict` before inputs are read; return them resolved.
+
+        Raises:
+            BadValueError: the fit does not have them.
+        """
+        names = self.served(estimator)
+        used = self.rank if rank is None else rank
+        if not is_whole(used) or not 1 <= used <= self.rank:
+            raise BadValueError(
+                f"rank: expected a whole number from 1 to the {self.rank} fitted pairs, got "
+                f"{used!r}. Fit with a larger rank for more."
+            )
+        check_batch_size(batch_size)
+        return names, used, choose_classes(classes, self.num_outputs, self.likelihood)
 
     def certify(
         self,
@@ -198,68 +157,72 @@ class DeltaFit:
         batch_size: int | None = None,
         progress: bool | None = None,
     ) -> Prediction:
-        """Predictions whose error bars are as exact as asked for: `std_error ≤ tolerance·std`.
+        """Predict with error bars as exact as wanted: `std_error ≤ tolerance·std`.
 
-        What the eigenpairs leave open is closed by conjugate gradients on the training data
-        (`deltabars.eigen.quadrature`). The interval is a theorem: no eigenvalue of G and GGN is
-        below λ, and more it does not need.
+        The part that the eigenpairs leave open is closed by conjugate gradients on the training
+        data (`deltabars.eigen.quadrature`). The interval is a theorem, which needs no more than
+        that no eigenvalue of G and GGN is below λ.
 
         Args:
-            inputs, space, batch_size, progress: as for `predict`; inputs of choice, because it
-                costs more.
+            inputs, space, batch_size, progress: as for `predict`; a few inputs, as each is dear.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
-            max_products: passes over the data a batch at the most; 1,000 by default.
+            max_products: passes over the data a batch; at most 1,000 by default.
 
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
-        return certify(
-            self.state,
-            inputs,
-            data,
-            tolerance=tolerance,
-            space=space,
-            estimator=estimator,
-            max_products=max_products,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        shown = self.shows_progress(progress)
+        check_space(space)
+        check_batch_size(batch_size)
+        certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
+        return certifier.predict(inputs, space, batch_size, shown)
 
     def with_l2(self, l2: L2) -> DeltaFit:
-        """The same fit for another λ: the eigenvalues move by the difference. Cost: nothing.
+        """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
         A noise σ that was estimated depends on λ and is estimated anew; one that was given stays.
         """
-        return DeltaFit(with_l2(self.state, l2))
+        return with_l2(self, l2)
 
     def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
-        """The λ that the data prefer, for networks trained with none, or with an unknown one.
+        """Find the λ that the data prefer, for networks trained with none, or an unknown one.
 
         The weights ω̂ stay as they are: what is tuned is the width of the error bars.
 
         Args:
             data: for `"validation"`: inputs and targets that were not trained on.
-            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see `deltabars.fitting.tuning`), or
-                `"validation"`: the mean loss of moderated predictions.
+            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see
+                `deltabars.fitting.tuning`), or `"validation"`: the mean loss of moderated
+                predictions.
 
         Returns:
             A Tuning: `l2`, the `fit` with it, and the curve with its interval, to be drawn by
             `deltabars.report.spectra.save_tuning`. Cost: K operations a λ, or one prediction.
         """
-        return tune_l2(self.state, data, method, self.with_l2)
+        return tune_l2(self, data, method)
 
     def with_noise(self, noise: float | str | None) -> DeltaFit:
-        """The same fit of a Gaussian likelihood at another noise σ. Cost: nothing.
+        """Move the fit of a Gaussian likelihood to another noise σ. Cost: nothing.
 
         `"estimate"` (or None) takes that of the training residuals: σ̂² = RSS/(N·C − γ), γ the
         effective parameters in the K pairs.
         """
-        return DeltaFit(with_noise(self.state, noise))
+        return with_noise(self, noise)
+
+    @property
+    def effective_parameters(self) -> float:
+        """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
+        return describe.effective_parameters(self)
+
+    @property
+    def effective_parameters_interval(self) -> tuple[float, float]:
+        """The interval of the sum over all eigenvalues, if the tail lies between λ and λ_K."""
+        return describe.effective_parameters_interval(self)
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
-        """`n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
+        """Draw `n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
 
         ω = ω̂ + N^{-½}(Q Λ^{-½} Qᵀz + λ̃^{-½}(z − QQᵀz)) with z ~ N(0, I); for the sandwich
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
@@ -268,7 +231,19 @@ class DeltaFit:
         At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
         of where a network is linear; `full_rank=False` takes the K directions alone.
         """
-        return sample(self.state, n, seed, full_rank)
+        if not is_whole(n) or n < 1:
+            raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
+        if not is_whole(seed) or not 0 <= seed < 2**63:
+            raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
+        network = self.network
+        generator = torch.Generator().manual_seed(int(seed))
+        noise = torch.randn((n, self.num_parameters), generator=generator, dtype=torch.float64)
+        noise = noise.to(network.device, network.dtype)
+        vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
+        with full_precision(network.device):
+            covariance = self.covariance_of(self.estimator, self.rank, full_rank)
+            drawn = covariance.root(vectors, noise)
+            return network.point + (drawn if network.scale is None else drawn * network.scale)
 
     def save(
         self, path: Any, *, dtype: Any = None, max_file_size: int | str = MAX_FILE_SIZE
@@ -278,14 +253,14 @@ class DeltaFit:
         Args:
             path: a file; a folder of several and their index where the eigenvectors take more than
                 `max_file_size` (such as `"2GB"`), or where `path` is a folder or ends in /.
-            dtype: what eigenvectors are stored in: as they are by default; float32, bfloat16 or
-                float16. What that loses is measured (4·K²·P operations), told in
+            dtype: the type to store eigenvectors in: their own by default; float32, bfloat16 or
+                float16. The loss is measured (4·K²·P operations), reported in
                 `diagnostics["storage"]` once loaded, and counted in `std_low` and `std_high`.
         """
-        save(self.state, path, dtype, max_file_size)
+        save(self, path, dtype, max_file_size)
 
     def offloaded(self) -> DeltaFit:
-        """The same fit with its eigenvectors in the CPU's memory, for a device that is small."""
+        """Move the eigenvectors to the CPU's memory, for a device that is small."""
         device = self.network.device
         spectra = {
             name: replace(pairs, vectors=PartedVectors.of(pairs.vectors.cpu(), device))
@@ -293,21 +268,21 @@ class DeltaFit:
             else pairs
             for name, pairs in self.spectra.items()
         }
-        return DeltaFit(self.state.moved(spectra=spectra))
+        return self.moved(spectra=spectra)
 
     def with_progress(self, shown: bool) -> DeltaFit:
-        """The same fit, which shows progress by default or does not."""
-        return DeltaFit(self.state.moved(progress=shown))
+        """Show progress by default, or do not."""
+        return self.moved(progress=shown)
 
     def plot_spectrum(self, ax: Any = None) -> Any:
-        """Draw the eigenvalues against their index into `ax`, or a new figure; returns the Axes.
+        """Draw the eigenvalues against their index into `ax`, or a new figure; return the Axes.
 
         Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
         """
-        return draw_spectra(self.state, ax)
+        return describe.draw_spectra(self, ax)
 
     def __repr__(self) -> str:
-        return describe(self.state)
+        return describe.describe(self)
 
     def _repr_html_(self) -> str:
-        return describe_in_html(self.state)
+        return describe.describe_in_html(self)

@@ -1,8 +1,4 @@
-"""What eigenpairs will cost, said before it is spent: from the first chunks and products.
-
-Nothing is computed for it: the chunks and products are those of the fit, and only their times are
-taken. A pass over the data is known after a few chunks, the whole after two steps of the solver.
-"""
+"""The cost of eigenpairs, forecast from the times of the first chunks and products of a fit."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from deltabars.curvature.hessian import HessianOperator
 from deltabars.errors import option
 from deltabars.problem.parameters import LastLayer
 
-_WORTH_SAYING = 60.0  # seconds
+_WORTH_REPORTING = 60.0  # seconds
 _ENOUGH = 0.5  # seconds that are measured; less is mostly chance
 _MOST_STEPS = 8  # that are looked at
 _A_PAIR = 2.2  # products, about what trained networks take
@@ -27,29 +23,31 @@ _SOME_PAIRS = 100  # where nobody knows how many there will be
 
 
 class Forecast:
-    """The cost of one matrix's eigenpairs.
+    """Forecast the cost of one matrix's eigenpairs; report it where it is more than a minute.
 
     Args:
         name: of the matrix.
         operator: the matrix.
-        say: called once with one line, where it will take more than a minute.
+        report: called once with one line.
     """
 
-    def __init__(self, name: str, operator: CurvatureOperator, say: Callable[[str], None]) -> None:
-        self._name, self._operator, self._say = name, operator, say
+    def __init__(
+        self, name: str, operator: CurvatureOperator, report: Callable[[str], None]
+    ) -> None:
+        self._name, self._operator, self._report = name, operator, report
         self._problem = operator.problem
-        self._has_said = self._is_done = False
+        self._has_reported = self._is_done = False
         self._found: dict[str, Any] = {}
 
     def begin(self, kind: str, pairs: int, block: int, is_open: bool, most: int) -> None:
-        """Take the time from now on.
+        """Start measuring.
 
         Args:
             kind: of the solver.
-            pairs: that are wanted, at most.
-            block: vectors that a product is made with at a time.
-            is_open: whether the pairs are as many as it takes.
-            most: vectors that a Krylov basis may have at once.
+            pairs: how many are wanted, at most.
+            block: vectors a product.
+            is_open: whether the number of pairs is chosen on the way.
+            most: vectors that a Krylov basis may have.
         """
         self._kind, self._block, self._most = kind, block, most
         self._pairs = min(pairs, _SOME_PAIRS) if is_open else pairs
@@ -62,18 +60,18 @@ class Forecast:
         self._problem.on_chunk = self._chunk
 
     def end(self) -> dict[str, Any]:
-        """Take no more times; what the last forecast was."""
+        """Stop measuring; return the last forecast."""
         self._is_done, self._problem.on_chunk = True, None
         return self._found
 
     def left(self) -> float | None:
-        """The seconds that are left by the last forecast; None where it says nothing."""
+        """Return the seconds that remain by the last forecast; None where it is too rough."""
         passed = time.monotonic() - self._started
         left = float(self._found.get("seconds", 0.0)) - passed
         return left if left > 0 and not self._is_open else None
 
     def _chunk(self, size: int) -> None:
-        """Note that a chunk of the first pass is about to be worked on."""
+        """Note that a chunk of the first pass is about to be processed."""
         if self._is_done or self._steps or self._pass:
             self._problem.on_chunk = None
             return
@@ -105,9 +103,9 @@ class Forecast:
                 rows = operator.num_rows
             grown = (rows + min(total, self._most)) / (rows + 2 * done)
         seconds = first - self._started + each * max(0, total - before) * max(1.0, grown)
-        self._foresee(seconds, each * self._block, says=now - first > _ENOUGH)
+        self._foresee(seconds, each * self._block, clear=now - first > _ENOUGH)
 
-    def _foresee(self, seconds: float, each: float, says: bool = True) -> None:
+    def _foresee(self, seconds: float, each: float, clear: bool = True) -> None:
         products = -(-self._products // self._block) if self._kind != "incremental" else 1
         self._found = {
             "products": products,
@@ -116,17 +114,17 @@ class Forecast:
             "bytes": self._bytes,
             "pairs": self._pairs,
         }
-        if says and seconds > _WORTH_SAYING and not self._has_said:
-            self._has_said = True
+        if clear and seconds > _WORTH_REPORTING and not self._has_reported:
+            self._has_reported = True
             every = f"every {self._pairs} pairs" if self._is_open else f"{self._pairs} pairs"
-            self._say(
-                f"Eigenpairs of the {self._name}: expected {_spoken(seconds)} for {every} (about "
+            self._report(
+                f"Eigenpairs of the {self._name}: expected {_in_words(seconds)} for {every} (about "
                 f"{products:,} products of {each:.2g} s), and {self._bytes / 1e9:.2g} GB. Less: "
                 f"{'; '.join(self._cheaper())}."
             )
 
     def _cheaper(self) -> list[str]:
-        """What else would do, the cheapest of all last."""
+        """List cheaper ways."""
         found, problem = [], self._problem
         outputs = problem.num_outputs
         if isinstance(self._operator, GGNOperator) and outputs > 1:
@@ -153,7 +151,7 @@ class Forecast:
 
     @property
     def _products(self) -> int:
-        """With vectors, in all; rows of an incremental pass."""
+        """The products with vectors in all; the rows of an incremental pass."""
         operator, size = self._operator, self._operator.shape[0]
         if self._kind == "incremental" and isinstance(operator, RowOperator):
             return operator.num_rows
@@ -166,7 +164,7 @@ class Forecast:
 
     @property
     def _passes(self) -> int:
-        """Over the data."""
+        """The passes over the data."""
         if self._keeps_rows or self._kind == "incremental":
             return 1
         return -(-self._products // self._block) + 1  # for the trace, or the audit
@@ -184,8 +182,8 @@ class Forecast:
         return kept + rows * spaces.whole.width * operator.dtype.itemsize
 
 
-def _spoken(seconds: float) -> str:
-    """A time as people say it."""
+def _in_words(seconds: float) -> str:
+    """Round a time to a few words."""
     for size, name in ((3600, "hours"), (60, "minutes")):
         if seconds >= 1.5 * size:
             return f"about {seconds / size:.0f} {name}"

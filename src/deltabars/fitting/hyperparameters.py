@@ -5,15 +5,15 @@ and the cost with it, so that, with A and A_G the data parts at σ = 1,
 
     H, GGN = (A + λI)/σ²        G = A_G/σ⁴ + λI/σ² = (A_G/σ² + λI)/σ²
 
-The common factor 1/σ² is one on N, in Σ = H⁻¹/N as in H⁻¹GH⁻¹/N: an example says 1/σ² times as
-much. What is left is the data part of G, over σ². Neither eigenvectors nor λ change.
+The common factor 1/σ² is a factor of N, in Σ = H⁻¹/N as in H⁻¹GH⁻¹/N: an example counts 1/σ² times
+as much. What remains is the data part of G, over σ². Neither eigenvectors nor λ change.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
 from deltabars.problem.prior import L2, Prior
 
+State = TypeVar("State", bound=FittedState)
 
-def with_l2(state: FittedState, l2: L2) -> FittedState:
-    """The same fit for another λ, its noise estimated anew if it was estimated. Cost: nothing."""
+
+def with_l2(state: State, l2: L2) -> State:
+    """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
     prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
     shift = prior.level - state.level
     spectra = {name: pairs.shifted(shift) for name, pairs in state.spectra.items()}
@@ -44,8 +46,8 @@ def with_l2(state: FittedState, l2: L2) -> FittedState:
     return with_settled_noise(state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics))
 
 
-def with_noise(state: FittedState, noise: Any) -> FittedState:
-    """The same fit at another noise; None or `"estimate"` for that of the residuals."""
+def with_noise(state: State, noise: Any) -> State:
+    """Move a fit to another noise; None or `"estimate"` takes that of the residuals."""
     if not isinstance(state.likelihood, Gaussian):
         raise BadValueError(
             f"noise: expected a fit with a Gaussian likelihood, got {state.likelihood.name}, which "
@@ -57,11 +59,8 @@ def with_noise(state: FittedState, noise: Any) -> FittedState:
     return state.moved(likelihood=likelihood)
 
 
-def with_settled_noise(state: FittedState) -> FittedState:
-    """The fit itself; with its noise estimated (again) where that is what its likelihood asks for.
-
-    An estimate is one of a λ: a fit that has moved to another one needs another.
-    """
+def with_settled_noise(state: State) -> State:
+    """Estimate the noise of a fit where its likelihood has an estimated one; it depends on λ."""
     likelihood = state.likelihood
     is_open = isinstance(likelihood, Gaussian) and (
         likelihood.noise is None or likelihood.estimated
@@ -70,10 +69,7 @@ def with_settled_noise(state: FittedState) -> FittedState:
 
 
 def noises_at(state: FittedState, levels: Tensor) -> Tensor:
-    """The σ of a fit at each λ, (n,), float64: the given one, or what it would estimate there.
-
-    It is 1 where there is none.
-    """
+    """Return the σ of a fit at each λ, (n,), float64: given, or estimated there; else 1."""
     likelihood = state.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.estimated:
         return _estimates(state, levels)
@@ -81,8 +77,9 @@ def noises_at(state: FittedState, levels: Tensor) -> Tensor:
 
 
 def _estimates(state: FittedState, levels: Tensor) -> Tensor:
-    """σ̂ of a fit at each λ, (n,), float64: σ̂² = RSS/(N·C − γ), γ that of the computed pairs.
+    """Estimate σ of a fit at each λ, (n,), float64: σ̂² = RSS/(N·C − γ).
 
+    γ is the number of effective parameters in the computed pairs.
     γ of G depends on σ: then σ̂ is where both sides agree, which is at one place, as
     σ²·(N·C − γ(σ)) grows with σ. Of a sandwich fit γ is that of the Hessian. Zero where every
     target is met exactly; infinite where there are no more targets than effective parameters.
@@ -114,7 +111,7 @@ def _estimates(state: FittedState, levels: Tensor) -> Tensor:
 
 
 def _estimated(state: FittedState) -> float:
-    """σ̂ at the λ of a state.
+    """Estimate σ at the λ of a fit.
 
     Raises:
         BadValueError: no residuals, or no more targets than effective parameters.

@@ -1,4 +1,4 @@
-"""What the header and the tensors of a saved fit must be like, whoever wrote the file."""
+"""load(): from a file or a folder to a DeltaFit, with everything in it checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from deltabars.errors import (
 )
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.saving import OUTPUTS, OVERLAP, SMALL
-from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import from_description
 from deltabars.problem.behaviour import COUNT, MOST_NUMBERS, Behaviour, generated
 from deltabars.problem.inputs import Signature
@@ -39,175 +38,13 @@ from deltabars.storage import shards
 from deltabars.storage.shards import DTYPES
 from deltabars.storage.writing import read_settled
 
-_LONGEST_NAME = 200
+_LONGEST_NAME, _MOST_DIMENSIONS = 200, 25
 _SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
 _COMPARED, _COLUMNS = 8, 1 << 20  # vectors, and columns of them that are held at a time
-_MOST_DIMENSIONS = 25
-# Looked up here, because to ask torch for a name of a file's may import a module.
+# Looked up here, because to ask torch for a name from a file may import a module.
 _TYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_SCALARS = (str, int, float, type(None))
-
-
-def check_header(header: Mapping[str, Any]) -> None:
-    """Refuse a header whose entries are not of their kinds.
-
-    Raises:
-        KeyError, ValueError: one lacks, or has a value that no fit has.
-    """
-    for name in ("num_examples", "num_outputs"):
-        _expect(_is_count(header[name]), name)
-    for name in ("estimator", "dtype", "weights"):
-        _expect(isinstance(header[name], str), name)
-    for name in ("parameters", "diagnostics", "statistics", "inputs"):
-        _expect(isinstance(header[name], list if name == "parameters" else dict), name)
-    names = [entry["name"] for entry in header["parameters"]]
-    _expect(all(isinstance(name, str) for name in names), "parameters")
-    _expect(0 < len(names) == len(set(names)), "parameters")
-    for entry in header["parameters"]:
-        _expect(all(_is_count(size) for size in _list(entry["shape"])), "parameters")
-    given = header["l2"]
-    levels = given.values() if isinstance(given, dict) else [given]
-    scales = header.get("scales", {})
-    _expect(isinstance(scales, dict) and set(scales) in (set(), set(names)), "scales")
-    numbers = [*levels, header.get("level", given), *scales.values()]
-    _expect(all(_is_positive(number) for number in numbers), "l2")
-    for statistics in header["statistics"].values():
-        _expect(isinstance(statistics, dict), "statistics")
-        _expect(all(isinstance(value, _SCALARS) for value in statistics.values()), "statistics")
-    _check_inputs(header["inputs"])
-    if header.get("behaviour") is not None:
-        _check_behaviour(header["behaviour"], header["inputs"])
-
-
-def check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
-    """Refuse eigenpairs that no fit has, whoever computed the digest of their file.
-
-    There are K finite values in descending order, as many unit vectors of `size`, of which some
-    are looked at whether they are orthogonal, and bounds of residuals from zero on.
-
-    Raises:
-        ValueError: they are.
-    """
-    for name, pairs in spectra.items():
-        count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
-        _expect(0 < count <= size and count + lower <= size, f"{name}.values")
-        for field, shape in {
-            "values": (count,), "residuals": (count,),
-            "smallest": (lower,), "smallest_residuals": (lower,),
-        }.items():  # fmt: skip
-            tensor: Tensor = getattr(pairs, field)
-            real = tensor.dtype in (torch.float32, torch.float64)
-            _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
-            lowest = 0.0 if field.endswith("residuals") else -math.inf
-            _expect(bool((tensor.isfinite() & (tensor >= lowest)).all()), f"{name}.{field}")
-        scale = float(pairs.values.abs().max())
-        _expect(bool((pairs.values.diff() <= _SLACK * scale).all()), f"{name}.values")
-        _expect(0 <= pairs.rounding < math.inf, f"{name}.{ROUNDING}")
-        slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
-        _check_vectors(name, pairs.vectors, (count, size), slack)
-
-
-def check_overlap(overlap: Tensor, shape: tuple[int, int]) -> None:
-    """Refuse inner products of eigenvectors of another shape, or beyond what those can be.
-
-    Raises:
-        ValueError: they are.
-    """
-    right = tuple(overlap.shape) == shape and overlap.dtype == torch.float64
-    _expect(right and bool((overlap.abs() < 2).all()), "overlap")
-
-
-def _check_vectors(name: str, vectors: Any, shape: tuple[int, int], slack: float) -> None:
-    assert isinstance(vectors, PartedVectors)
-    _expect(vectors.shape == shape, f"{name}.vectors")
-    count = shape[0]
-    some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
-    squares = torch.zeros(count, dtype=torch.float64)
-    products = torch.zeros(len(some), len(some), dtype=torch.float64)
-    for part in vectors.parts:
-        rows = part.rows
-        _expect(rows.dtype in DTYPES.values() and len(rows) == count, f"{name}.vectors")
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        # Row by row, and some columns at a time: a file of them may be larger than the memory.
-        norms = [torch.linalg.vector_norm(row, dtype=wide) for row in rows]
-        squares += torch.stack(norms).double().square()
-        for start in range(0, rows.shape[1], _COLUMNS):
-            few = torch.stack([rows[k, start : start + _COLUMNS] for k in some]).to(wide)
-            products += (few @ few.T).double()
-    # Also where one is NaN.
-    _expect(bool(((squares.sqrt() - 1).abs() < slack).all()), f"{name}.vectors")
-    off = products - products.diag().diag()
-    _expect(bool((off.abs() < slack).all()), f"{name}.vectors")
-
-
-def _check_inputs(raw: Mapping[str, Any]) -> None:
-    count = len(_list(raw["dtypes"]))
-    names = raw["names"]
-    named = names is None or (
-        len(_list(names)) == count and all(_is_argument(name) for name in names)
-    )
-    _expect(named and all(_is_type(name) for name in raw["dtypes"]), "inputs")
-    _expect(len(_list(raw["shapes"])) == count, "inputs")
-    for shape in raw["shapes"]:
-        fits = shape is None or (
-            len(_list(shape)) <= _MOST_DIMENSIONS
-            and all(_is_whole(size) and size < 1 << 62 for size in shape)
-        )
-        _expect(fits, "inputs")
-
-
-def _check_behaviour(raw: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    ranges = _list(raw["ranges"])
-    _expect(len(ranges) in (0, len(inputs["dtypes"])), "behaviour")
-    numbers = 0
-    for (shape, low, high), like in zip(ranges, inputs["shapes"] if ranges else [], strict=True):
-        fits = len(_list(shape)) <= _MOST_DIMENSIONS and all(map(_is_whole, shape))
-        _expect(fits and like in (None, shape) and _is_real(low) and _is_real(high), "behaviour")
-        numbers += COUNT * math.prod(shape)
-    _expect(numbers <= MOST_NUMBERS, "behaviour")
-    _expect(isinstance(raw["tensors"], dict), "behaviour")
-    for found in raw["tensors"].values():
-        _expect(len(_list(found)) == 3 and all(map(_is_real, found)), "behaviour")
-
-
-def _is_real(value: Any) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and math.isfinite(value)
-
-
-def _expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"{what} cannot be so")
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("a list is expected")
-    return value
-
-
-def _is_argument(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
-
-
-def _is_type(name: Any) -> bool:
-    return isinstance(name, str) and name in _TYPES
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value) and 0 < value < 1 << 62
-
-
-def _is_positive(value: Any) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and 0 < value < math.inf
-
-
 _DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
+_SCALARS = (str, int, float, type(None))
 
 
 def load(
@@ -233,8 +70,8 @@ def load(
         memory_budget, progress: as for `fit`.
         offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
             come to the device when they are needed; with False they are read as one tensor. By
-            default that is where they take up to three quarters of the memory budget. The files
-            are read through in either case, to see that they are whole.
+            default they stay where they take more than three quarters of the memory budget. The
+            files are read through in either case, to see that they are whole.
 
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
@@ -252,13 +89,12 @@ def load(
         True
     """
     model = plain_model(model)
-    header, tensors, parts = (
-        read_settled(Path(path), lambda: _read(path))
-        if isinstance(path, str | os.PathLike)
-        else _read(path)
-    )
+    if isinstance(path, str | os.PathLike):
+        header, tensors, parts = read_settled(Path(path), lambda: _read(path))
+    else:
+        header, tensors, parts = _read(path)
     try:
-        check_header(header)
+        _check_header(header)
         space = ParameterSpace(
             tuple(as_written(entry["name"]) for entry in header["parameters"]),
             tuple(tuple(entry["shape"]) for entry in header["parameters"]),
@@ -267,17 +103,22 @@ def load(
         spectra = {
             name: EigenPairs(
                 **{field: tensors[f"{name}.{field}"] for field in SMALL},
-                vectors=_vectors(parts[name], dtype),
+                vectors=PartedVectors(
+                    parts[name], len(parts[name][0].rows), dtype, torch.device("cpu")
+                ),
                 statistics=header["statistics"][name],
             )
             for name in ESTIMATORS[header["estimator"]]
         }
         signature = _signature(header["inputs"])
         likelihood = from_description(header["likelihood"])
-        check_spectra(spectra, space.size)
+        _check_spectra(spectra, space.size)
         behaviour = _behaviour(header.get("behaviour"), tensors.get(OUTPUTS))
-        if OVERLAP in tensors:
-            check_overlap(tensors[OVERLAP], (len(spectra["hessian"]), len(spectra["opg"])))
+        overlap = tensors.get(OVERLAP)
+        if overlap is not None:  # inner products of unit vectors
+            shape = len(spectra["hessian"]), len(spectra["opg"])
+            right = tuple(overlap.shape) == shape and overlap.dtype == torch.float64
+            _expect(right and bool((overlap.abs() < 2).all()), "overlap")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(
             f"{path} is altered: its content is not that of a fit "
@@ -287,11 +128,10 @@ def load(
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
     network = _settled(network, signature, behaviour)
     if check_weights:
-        _check_behaviour_loading(path, network, signature, behaviour)
+        _check_function(path, network, signature, behaviour)
     scales = header.get("scales", {})
     stays = _stays(offload, spectra, memory_budget, network.device)
-    overlap = tensors.get(OVERLAP)
-    state = FittedState(
+    return DeltaFit(
         estimator=header["estimator"],
         prior=Prior(header["l2"], header.get("level", header["l2"]), scales),
         num_examples=header["num_examples"],
@@ -307,11 +147,10 @@ def load(
         progress=progress,
         known_overlap=None if overlap is None else overlap.to(network.device),
     )
-    return DeltaFit(state)
 
 
 def _read(path: Any) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[Part, ...]]]:
-    """The header, the small tensors, and the eigenvectors by matrix, which stay in the files."""
+    """Read the header and the small tensors; map the eigenvectors by matrix."""
     if isinstance(path, str | os.PathLike) and os.path.isdir(path):
         return shards.read(Path(path))
     header, there = storage.read_mapped(path)
@@ -325,8 +164,150 @@ def _read(path: Any) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple
     return header, small, parts
 
 
-def _vectors(parts: tuple[Part, ...], dtype: torch.dtype) -> PartedVectors:
-    return PartedVectors(parts, len(parts[0].rows), dtype, torch.device("cpu"))
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} has a value that no fit has")
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Refuse a header whose entries are of other kinds than those of a fit.
+
+    Raises:
+        KeyError, ValueError: an entry is missing, or has a value that no fit has.
+    """
+    for name in ("num_examples", "num_outputs"):
+        _expect(_is_whole(header[name]) and header[name] > 0, name)
+    for name, kind in {
+        "estimator": str, "dtype": str, "weights": str, "parameters": list,
+        "diagnostics": dict, "statistics": dict, "inputs": dict,
+    }.items():  # fmt: skip
+        _expect(isinstance(header[name], kind), name)
+    names = [entry["name"] for entry in header["parameters"]]
+    _expect(all(isinstance(name, str) for name in names), "parameters")
+    _expect(0 < len(names) == len(set(names)), "parameters")
+    for entry in header["parameters"]:
+        _expect(_is_shape(entry["shape"]) and all(entry["shape"]), "parameters")
+    given, scales = header["l2"], header.get("scales", {})
+    levels = given.values() if isinstance(given, dict) else [given]
+    _expect(isinstance(scales, dict) and set(scales) in (set(), set(names)), "scales")
+    numbers = [*levels, header.get("level", given), *scales.values()]
+    _expect(all(_is_real(number) and number > 0 for number in numbers), "l2")
+    for statistics in header["statistics"].values():
+        _expect(isinstance(statistics, dict), "statistics")
+        _expect(all(isinstance(value, _SCALARS) for value in statistics.values()), "statistics")
+    inputs, behaviour = header["inputs"], header.get("behaviour")
+    names, count = inputs["names"], len(_list(inputs["dtypes"]))
+    named = names is None or (len(_list(names)) == count and all(map(_is_argument, names)))
+    _expect(named and all(map(_is_type, inputs["dtypes"])), "inputs")
+    _expect(len(_list(inputs["shapes"])) == count, "inputs")
+    _expect(all(shape is None or _is_shape(shape) for shape in inputs["shapes"]), "inputs")
+    if behaviour is not None:
+        ranges, found = _list(behaviour["ranges"]), behaviour["tensors"]
+        _expect(len(ranges) in (0, count) and isinstance(found, dict), "behaviour")
+        total = 0
+        for (shape, low, high), like in zip(ranges, inputs["shapes"][: len(ranges)], strict=True):
+            right = _is_shape(shape) and like in (None, shape) and _is_real(low) and _is_real(high)
+            _expect(right, "behaviour")
+            total += COUNT * math.prod(shape)
+        _expect(total <= MOST_NUMBERS, "behaviour")
+        three = (len(_list(each)) == 3 and all(map(_is_real, each)) for each in found.values())
+        _expect(all(three), "behaviour")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("a list is expected")
+    return value
+
+
+def _is_argument(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
+
+
+def _is_type(name: Any) -> bool:
+    return isinstance(name, str) and name in _TYPES
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _is_shape(value: Any) -> bool:
+    return len(_list(value)) <= _MOST_DIMENSIONS and all(map(_is_whole, value))
+
+
+def _is_real(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def _check_spectra(spectra: Mapping[str, EigenPairs], size: int) -> None:
+    """Refuse eigenpairs that no fit has, whoever computed the digest of their file.
+
+    There are K finite values in descending order, as many unit vectors of `size`, of which some
+    are tested for orthogonality, and bounds of residuals from zero on.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for name, pairs in spectra.items():
+        count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
+        _expect(0 < count <= size and count + lower <= size, f"{name}.values")
+        for field, shape in {
+            "values": (count,), "residuals": (count,),
+            "smallest": (lower,), "smallest_residuals": (lower,),
+        }.items():  # fmt: skip
+            tensor: Tensor = getattr(pairs, field)
+            real = tensor.dtype in (torch.float32, torch.float64)
+            _expect(tuple(tensor.shape) == shape and real, f"{name}.{field}")
+            lowest = 0.0 if field.endswith("residuals") else -math.inf
+            _expect(bool((tensor.isfinite() & (tensor >= lowest)).all()), f"{name}.{field}")
+        scale = float(pairs.values.abs().max())
+        _expect(bool((pairs.values.diff() <= _SLACK * scale).all()), f"{name}.values")
+        _expect(0 <= pairs.rounding < math.inf, f"{name}.{ROUNDING}")
+        slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
+        _expect(pairs.vectors.shape == (count, size), f"{name}.vectors")
+        assert isinstance(pairs.vectors, PartedVectors)
+        _check_vectors(f"{name}.vectors", pairs.vectors.parts, count, slack)
+
+
+def _check_vectors(name: str, parts: tuple[Part, ...], count: int, slack: float) -> None:
+    some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
+    squares = torch.zeros(count, dtype=torch.float64)
+    products = torch.zeros(len(some), len(some), dtype=torch.float64)
+    for rows in (part.rows for part in parts):
+        _expect(rows.dtype in DTYPES.values() and len(rows) == count, name)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        # Row by row, and some columns at a time: a file of them may be larger than the memory.
+        norms = [torch.linalg.vector_norm(row, dtype=wide) for row in rows]
+        squares += torch.stack(norms).double().square()
+        for start in range(0, rows.shape[1], _COLUMNS):
+            few = torch.stack([rows[k, start : start + _COLUMNS] for k in some]).to(wide)
+            products += (few @ few.T).double()
+    off = products - products.diag().diag()
+    near = ((squares.sqrt() - 1).abs() < slack).all() & (off.abs() < slack).all()
+    _expect(bool(near), name)  # also where a number is NaN
+
+
+def _signature(raw: dict[str, Any]) -> Signature:
+    return Signature(
+        None if raw["names"] is None else tuple(raw["names"]),
+        tuple(raw["dtypes"]),
+        tuple(None if shape is None else tuple(shape) for shape in raw["shapes"]),
+    )
+
+
+def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour | None:
+    if raw is None or outputs is None:
+        return None
+    real = outputs.ndim == 2 and outputs.dtype == torch.float64
+    _expect(real and bool(outputs.isfinite().all()), "behaviour")
+    return Behaviour(
+        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
+        outputs,
+        _DTYPES[raw["dtype"]],
+        {name: tuple(found) for name, found in raw["tensors"].items()},
+    )
 
 
 def _stays(
@@ -335,7 +316,7 @@ def _stays(
     memory_budget: int | None,
     device: torch.device,
 ) -> bool:
-    """Whether eigenvectors stay in their files."""
+    """Return whether eigenvectors stay in their files."""
     if offload is not None:
         if not isinstance(offload, bool):
             raise BadValueError(f"offload: expected None, True or False, got {offload!r}.")
@@ -355,44 +336,41 @@ def _placed(pairs: EigenPairs, device: torch.device, stays: bool) -> EigenPairs:
     return moved if stays else replace(moved, vectors=whole(moved.vectors))
 
 
-def _signature(raw: dict[str, Any]) -> Signature:
-    return Signature(
-        None if raw["names"] is None else tuple(raw["names"]),
-        tuple(raw["dtypes"]),
-        tuple(None if shape is None else tuple(shape) for shape in raw["shapes"]),
-    )
-
-
-def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour | None:
-    if raw is None or outputs is None:
-        return None
-    if outputs.ndim != 2 or outputs.dtype != torch.float64 or not bool(outputs.isfinite().all()):
-        raise ValueError("behaviour cannot be so")
-    return Behaviour(
-        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
-        outputs,
-        _DTYPES[raw["dtype"]],
-        {name: tuple(found) for name, found in raw["tensors"].items()},
-    )
+def _check_model(
+    path: Any, model: torch.nn.Module, space: ParameterSpace, weights: str | None
+) -> None:
+    shapes = {as_written(name): tuple(value.shape) for name, value in model.named_parameters()}
+    for name, shape in zip(space.names, space.shapes, strict=True):
+        if shapes.get(name) != shape:
+            raise WeightsMismatchError(
+                f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
+                f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
+            )
+    if weights is not None and fingerprint(model) != weights:
+        raise WeightsMismatchError(
+            f"{path} was fitted to other weights than this model has. Load the weights of the "
+            "fit, or pass check_weights=False to use its curvature with these."
+        )
 
 
 def _settled(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
-    """The network, tried out on generated inputs where it takes any."""
+    """Try the network's private copy on generated inputs, where it takes any."""
     ranges = () if behaviour is None else behaviour.ranges
     if not ranges and None not in signature.shapes:
         ranges = tuple((shape or (), 0.0, 1.0) for shape in signature.shapes)
     try:
         inputs = generated(signature, ranges, network.device, network.dtype)
         return network.settled(inputs)
-    except Exception as error:  # of the user's own: it does not take these inputs
+    except Exception as error:  # of the user's code: it does not take these inputs
         if ran_out(error) or isinstance(error, Warning):
             raise
         return replace(network, given=None)
 
 
-def _check_behaviour_loading(
+def _check_function(
     path: Any, network: Network, signature: Signature, behaviour: Behaviour | None
 ) -> None:
+    """Refuse a model that computes something else with the same weights."""
     if behaviour is None:
         warnings.warn(
             f"{path} was written by an earlier version, which noted the weights alone: expected to "
@@ -409,21 +387,4 @@ def _check_behaviour_loading(
             f"{difference}. Build the model as it was for the fit: its code, its buffers that are "
             "not saved, its plain tensors; or pass check_weights=False to use its curvature with "
             "this one."
-        )
-
-
-def _check_model(
-    path: Any, model: torch.nn.Module, space: ParameterSpace, weights: str | None
-) -> None:
-    shapes = {as_written(name): tuple(value.shape) for name, value in model.named_parameters()}
-    for name, shape in zip(space.names, space.shapes, strict=True):
-        if shapes.get(name) != shape:
-            raise WeightsMismatchError(
-                f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
-                f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
-            )
-    if weights is not None and fingerprint(model) != weights:
-        raise WeightsMismatchError(
-            f"{path} was fitted to other weights than this model has. Load the weights of the "
-            "fit, or pass check_weights=False to use its curvature with these."
         )

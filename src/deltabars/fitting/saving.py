@@ -1,4 +1,4 @@
-"""DeltaFit to a file or a folder: what goes into the header, and what into tensors."""
+"""Save a fit to a file or a folder: its header, small tensors, and eigenvectors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_FILE_SIZE = "5GB"
 
 
 def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) -> None:
-    """Write a fit; the arguments are those of `DeltaFit.save`, and checked."""
+    """Write a fit; the arguments are those of `DeltaFit.save`."""
     with full_precision(state.network.device):
         _save(state, path, dtype, max_file_size)
 
@@ -64,15 +64,15 @@ def _save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) -
         )
         return
     lossy = any(losses.values()) or any(map(_is_short, types.values()))
-    told = types if lossy or any(pairs.rounding for pairs in state.spectra.values()) else None
-    header, tensors = head_of(state, told, losses)
+    reported = types if lossy or any(pairs.rounding for pairs in state.spectra.values()) else None
+    header, tensors = head_of(state, reported, losses)
     size = state.num_parameters
     for name, pairs in state.spectra.items():
         as_it_is = isinstance(pairs.vectors, Tensor) and pairs.vectors.dtype == types[name]
         tensors[f"{name}.vectors"] = (
             pairs.vectors if as_it_is else rounded(pairs.vectors, 0, size, types[name])
         )
-    version = storage.USUAL_VERSION if told is None else storage.FORMAT_VERSION
+    version = storage.USUAL_VERSION if reported is None else storage.FORMAT_VERSION
     storage.write(path, header, tensors, version)
 
 
@@ -81,11 +81,11 @@ def head_of(
     types: Mapping[str, torch.dtype] | None = None,
     losses: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header of a fit, and all of its tensors but the eigenvectors.
+    """Return the header of a fit, and all of its tensors but the eigenvectors.
 
     Args:
-        types: what the eigenvectors are stored as, where that is to be told.
-        losses: what they lose by that (see `deltabars.rounding`).
+        types: the types that eigenvectors are stored in, where the header reports them.
+        losses: what they lose by that (see `storage.shards.measured_loss`).
     """
     space = state.network.parameters
     losses = losses or {}
@@ -144,7 +144,7 @@ def _write_files(
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Every rank writes the columns that are there; the first one writes the index of all."""
+    """Write the columns of each process, and, in the first one, the index of all."""
     group = group_of(state.spectra)
     bounds = Columns.even(state.num_parameters, group).bounds
     ranges = [
@@ -170,7 +170,7 @@ def _is_short(dtype: torch.dtype) -> bool:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse to put a fit where a folder of something else is."""
+    """Refuse to replace a folder of something else."""
     if os.path.isdir(target) and any(target.iterdir()) and not shards.is_fit_folder(target):
         raise StorageError(
             f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "

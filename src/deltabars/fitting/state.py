@@ -1,16 +1,16 @@
-"""What a fit knows: one frozen object of plain data, which all that works on a fit takes.
+"""The data of a fit: one frozen object, which every algorithm that works on a fit takes.
 
-`DeltaFit` is its public face. What follows from the data alone (covariances, the overlap of two
-bases, the way to derivatives) is computed when it is first asked for, and kept.
+`DeltaFit` is this object with methods for users. Quantities that follow from the data alone
+(covariances, the overlap of two bases) are computed when they are first needed, and kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ from deltabars.covariance.tail import Defects
 from deltabars.curvature.pullback import Pullback
 from deltabars.distributed.vectors import products
 from deltabars.eigen.pairs import EigenPairs
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
 from deltabars.problem.prior import L2, Prior
 
-# Units in the last place, of what was measured on networks of many kinds and doubled or more.
+# Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁
 _SECOND = 8  # products with a Hessian, relative to λ₁, beyond what consistent products show
 _PROJECTION = 2
@@ -36,7 +36,7 @@ _SHIFT = 8  # F
 _RESULT = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FittedState:
     """The data of a fit.
 
@@ -46,8 +46,10 @@ class FittedState:
         num_examples: N.
         num_outputs: C.
         spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
-        diagnostics: what was measured on the way, as JSON values.
-        signature: what an input is made of.
+        diagnostics: cost and gradient norm, how good the eigenpairs are, times, versions: as JSON.
+        likelihood: the meaning of the outputs.
+        network: a private copy of the model, with the trained weights.
+        signature: the form of an input.
         weights: the fingerprint of the model's state.
         behaviour: outputs of generated inputs; None in files of older versions.
         memory_budget: bytes to stay within; None for half of what is free.
@@ -77,7 +79,7 @@ class FittedState:
     def __reduce__(self) -> tuple[Any, ...]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: dict(values[name]) for name in ("spectra", "diagnostics")}
-        return _rebuilt, (values | plain,)
+        return _rebuilt, (type(self), values | plain)
 
     @property
     def num_parameters(self) -> int:
@@ -106,7 +108,7 @@ class FittedState:
 
     @property
     def informative_examples(self) -> float:
-        """N/σ²: with noise σ an example of regression says 1/σ² times as much. Else N."""
+        """N/σ²: with noise σ an example of regression counts 1/σ² times as much. Else N."""
         return self.num_examples / (self.noise or 1.0) ** 2
 
     @property
@@ -116,7 +118,7 @@ class FittedState:
 
     @cached_property
     def pullback(self) -> Pullback:
-        """From rows of cotangents of the outputs to rows of derivatives by the parameters."""
+        """The map from cotangents of the outputs to rows of derivatives by the parameters."""
         return Pullback(self.network)
 
     @cached_property
@@ -131,13 +133,13 @@ class FittedState:
     def _covariances(self) -> dict[tuple[str, int, bool], Covariance]:
         return {}
 
-    def moved(self, **changes: Any) -> FittedState:
-        """The same with other fields, and eigenvectors that stay as they are."""
+    def moved(self, **changes: Any) -> Self:
+        """Replace some fields; the eigenvectors stay, and so does their overlap."""
         overlap = self.__dict__.get("overlap", self.known_overlap)
         return replace(self, known_overlap=overlap, **changes)
 
     def pairs_of(self, name: str) -> EigenPairs:
-        """The eigenpairs of a matrix at the fit's noise σ.
+        """Return the eigenpairs of a matrix at the fit's noise σ.
 
         The spectra are those of regression at σ = 1. The Hessian and the GGN of the loss over σ²
         are those over σ², and N/σ² takes care of it; the outer products of gradients are over σ⁴,
@@ -150,7 +152,7 @@ class FittedState:
         return pairs.mapped(factor, self.level * (1 - factor))
 
     def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
-        """Σ of an estimator that the fit serves, from its first `rank` pairs, at its noise."""
+        """Return Σ of an estimator that the fit serves, from its first `rank` pairs."""
         if not isinstance(full_rank, bool):
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         key = estimator, rank, full_rank
@@ -166,18 +168,49 @@ class FittedState:
                 num_examples=self.informative_examples,
                 overlap=self.overlap if both else None,
                 least_hessian=self.spectra["hessian"].exact_least if both else None,
-                defects={name: defects_of(name, pairs) for name, pairs in known.items()},
+                defects={name: _defects_of(name, pairs) for name, pairs in known.items()},
                 full_rank=full_rank,
             )
         return self._covariances[key]
 
+    def served(self, asked: str | Sequence[str] | None) -> list[str]:
+        """Return the names of the wanted estimators; refuse those that the fit does not serve."""
+        if asked is None:
+            return [self.estimator]
+        names = [asked] if isinstance(asked, str) else list(asked)
+        possible = [
+            name
+            for name, needed in ESTIMATORS.items()
+            if all(matrix in self.spectra for matrix in needed)
+        ]
+        for name in names:
+            if name not in possible:
+                advice = (
+                    f" Fit with {option('estimator', name)} for it." if name in ESTIMATORS else ""
+                )
+                raise BadValueError(
+                    f"estimator: expected one of {possible}, which this {self.estimator} fit can "
+                    f"serve, got {name!r}.{advice}"
+                )
+        if not names:
+            raise BadValueError(
+                f"estimator: expected one or more of {possible}, got an empty list."
+            )
+        return names
 
-def _rebuilt(values: dict[str, Any]) -> FittedState:
-    return FittedState(**values)
+    def shows_progress(self, progress: Any) -> bool:
+        """Return whether to show progress: as given, else as the fit does."""
+        if progress is not None and not isinstance(progress, bool):
+            raise BadValueError(f"progress: expected True, False or None, got {progress!r}.")
+        return self.progress if progress is None else progress
 
 
-def defects_of(name: str, pairs: EigenPairs) -> Defects:
-    """How far the pairs of a matrix can be from exact ones, and what is computed with them."""
+def _rebuilt(kind: type[FittedState], values: dict[str, Any]) -> FittedState:
+    return kind(**values)
+
+
+def _defects_of(name: str, pairs: EigenPairs) -> Defects:
+    """Bound how far the pairs of a matrix, and what is computed with them, can be from exact."""
     eps = torch.finfo(pairs.vectors.dtype).eps
     is_hessian = name == "hessian"
     second = _SECOND * eps * float(pairs.values[0].abs()) if is_hessian else 0.0

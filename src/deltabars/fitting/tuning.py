@@ -1,4 +1,4 @@
-"""The loss of moderated predictions on data that were not trained on, for many λ at once."""
+"""λ after a fit: by the evidence of Laplace's method, or by the loss on validation data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _READ_SIZE = 1024  # examples
 
 
 def validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
-    """The mean −log p(target) for each λ, (n,), float64; p as moderated, or with the total std.
+    """Return the mean −log p(target) for each λ, (n,), float64.
+
+    p is the moderated probability, or has the total standard deviation.
 
     F and its projections are computed once, for all λ. Cost: that of one prediction of the data,
     and n·C·K operations an example.
@@ -91,7 +93,7 @@ def _covariances(state: FittedState, levels: Tensor) -> dict[str, Covariance]:
 def _losses(
     likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
 ) -> Tensor:
-    """−log p of each target at a noise of its own, (B,)."""
+    """Compute −log p of each target, at a given noise, (B,)."""
     if isinstance(likelihood, Gaussian):
         total_std = (prediction.variance + noise**2).sqrt()
         gap = (targets - prediction.mean) / total_std
@@ -126,7 +128,7 @@ class Tuning:
             ascending, (n,).
         values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
         low, high: what the log marginal likelihood lies between, (n,); None for a loss.
-        at_edge: whether the best one is the first or the last, so that it may lie beyond.
+        at_edge: whether the best one is the first or the last: the optimum may lie beyond.
     """
 
     method: str
@@ -140,7 +142,7 @@ class Tuning:
     at_edge: bool
 
     def __float__(self) -> float:
-        """The best λ, where it is one number."""
+        """Return the best λ, where it is one number."""
         if isinstance(self.l2, Mapping):
             raise BadValueError(f"l2: expected one number, got several, {dict(self.l2)}.")
         return self.l2
@@ -159,14 +161,14 @@ class Evidence:
     """The log marginal likelihood of a fit as a function of λ.
 
     Attributes:
-        loss: N times the mean loss at ω̂: −log p(data | ω̂), of regression at noise 1 and without
-            its constant.
+        loss: N times the mean loss at ω̂: −log p(data | ω̂); of regression at noise 1, without its
+            constant.
         num_examples: N.
         targets: N·C of regression, zero of the others.
         square: ‖ω̂‖², in the coordinates in which λ is one number.
         eigenvalues: μ₁ ≥ … ≥ μ_K of the data part at noise 1, (K,).
-        others: m, how many parameters there are beside those, that the data reach.
-        their_sum: t, of the other eigenvalues; None where it is not known.
+        others: m, how many further parameters the data reach.
+        their_sum: t, the sum of the other eigenvalues; None where it is not known.
         slack: how much too low the eigenvalues can be (see `EigenPairs.slack`).
         noises: from λs to the σ of each.
         is_over_noise: whether the eigenvalues are to be divided by σ² (those of G).
@@ -185,7 +187,7 @@ class Evidence:
 
     @classmethod
     def of(cls, state: FittedState) -> Evidence:
-        """That of a fit's first matrix: its own, or the Hessian of a sandwich."""
+        """Make that of a fit's main matrix: its own, or the Hessian of a sandwich."""
         name = ESTIMATORS[state.estimator][0]
         pairs = state.spectra[name]
         eigenvalues = (pairs.values - state.level).clamp(min=0).cpu()
@@ -208,7 +210,7 @@ class Evidence:
         )
 
     def interval(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The value, and what it lies between, for each λ, (n,), float64.
+        """Return the value for each λ and its lower and upper bound, (n,), float64.
 
         The value is the middle. Of a Hessian, whose other eigenvalues lie to both sides of λ, it is
         that of a tail at λ, and the interval holds if they are all above.
@@ -238,8 +240,8 @@ class Evidence:
         return base - middle, base - 0.5 * largest, base - 0.5 * least
 
 
-def tune_l2(state: FittedState, data: Any, method: str, fit_at: Callable[[L2], Any]) -> Tuning:
-    """A search over λ; arguments are those of `DeltaFit.tune_l2`, and the way to another state."""
+def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
+    """Search over λ; the arguments are those of `DeltaFit.tune_l2`."""
     if method not in METHODS:
         raise BadValueError(f"method: expected one of {METHODS}, got {method!r}.")
     if method == "validation":
@@ -248,7 +250,7 @@ def tune_l2(state: FittedState, data: Any, method: str, fit_at: Callable[[L2], A
                 "data: expected validation data (inputs and targets) for method='validation', got "
                 "none. method='marginal_likelihood' needs none."
             )
-        return _by_validation(state, data, fit_at)
+        return _by_validation(state, data)
     if data is not None:
         raise BadValueError(
             "data: expected none for method='marginal_likelihood', which follows from the fit, got "
@@ -264,26 +266,28 @@ def tune_l2(state: FittedState, data: Any, method: str, fit_at: Callable[[L2], A
     levels = torch.cat([levels, best[None]]).sort().values
     values, low, high = evidence.interval(levels)
     l2 = scaled(state.l2, float(best) / state.level)
-    return Tuning(method, l2, fit_at(l2), state.level, levels, values, low, high, at_edge)
+    return Tuning(method, l2, with_l2(state, l2), state.level, levels, values, low, high, at_edge)
 
 
-def _by_validation(state: FittedState, data: Any, fit_at: Callable[[L2], Any]) -> Tuning:
+def _by_validation(state: FittedState, data: Any) -> Tuning:
     levels = _levels(state, _DECADES / 2, _TRIED)
     values = validation_losses(state, data, levels)
     place = int(values.argmin())
     l2 = scaled(state.l2, float(levels[place]) / state.level)
     at_edge = place in (0, len(levels) - 1)
-    return Tuning("validation", l2, fit_at(l2), state.level, levels, values, None, None, at_edge)
+    return Tuning(
+        "validation", l2, with_l2(state, l2), state.level, levels, values, None, None, at_edge
+    )
 
 
 def _levels(state: FittedState, decades: float, count: int) -> Tensor:
-    """The λs to try, without those at which no noise can be estimated."""
+    """Return the λs to try, without those at which no noise can be estimated."""
     levels = state.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
     return levels[noises_at(state, levels).isfinite()]
 
 
 def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:
-    """Where a function of λ is largest, to ten digits, and whether that is at an end."""
+    """Return where a function of λ is largest, to ten digits, and whether that is at an end."""
     place = int(function(levels).argmax())
     if place in (0, len(levels) - 1):
         return levels[place], True

@@ -17,7 +17,7 @@ _AT_ONCE_ELSEWHERE = 1 << 22
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """The products a bᵀ of rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
+    """Compute a bᵀ for rows a (…, n, P) and b (m, P) or (…, m, P): (…, n, m), float64."""
     if a.dtype == torch.float64:
         return a @ b.mT
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -47,5 +47,5 @@ def add_inner(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _stretches(rows: Tensor, whole: int) -> Tensor:
-    """Rows (…, n, P) as (…, whole, n, stretch), without a copy."""
+    """View rows (…, n, P) as (…, whole, n, stretch)."""
     return rows[..., : whole * _STRETCH].unflatten(-1, (whole, _STRETCH)).transpose(-3, -2)

@@ -59,7 +59,7 @@ def _close(handle: int) -> None:
 
 
 def _lock(handle: int, *, wait: bool = False) -> bool:
-    """Lock an open file; return False where another process has it. True where locks are missing."""
+    """Lock an open file; return whether it is ours (or where the system has no locks)."""
     if fcntl is None:
         return True
     try:
