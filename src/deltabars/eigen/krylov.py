@@ -85,8 +85,7 @@ def lanczos(operator: Any, rank: int, **options: Unpack[KrylovOptions]) -> Eigen
         >>> [round(float(value), 6) for value in pairs.values]
         [100.0, 99.0, 98.0]
     """
-    pairs = block_krylov(operator, rank, block_size=1, **options)
-    return replace(pairs, statistics={**pairs.statistics, "solver": "lanczos"})
+    return block_krylov(operator, rank, block_size=1, **options)
 
 
 def block_krylov(
@@ -160,7 +159,7 @@ def block_krylov(
         pairs = with_missed_copies(run, pairs)
     statistics = {
         **pairs.statistics,
-        "solver": "block_krylov",
+        "solver": "lanczos" if block_size == 1 else "block_krylov",
         "products": matrix.products,
         "restarts": run.restarts,
         "converged": int((pairs.residuals <= limit).sum()),

@@ -24,7 +24,7 @@ class Ritz:
     norms: Tensor  # (m,)
 
     def converged(self, rank: int, smallest: int, tolerance: float) -> tuple[int, bool]:
-        """Return how many of the largest `rank` pairs have converged, and whether all wanted have."""
+        """Count the converged ones of the largest `rank` pairs; return whether all wanted are."""
         top = self.values.flip(0)[:rank]
         upper = self.norms.flip(0)[:rank] <= tolerance * residual_scale(top)
         ends = self.values[-1:].expand(smallest)

@@ -15,7 +15,7 @@ from deltabars.distributed.space import Space
 from deltabars.distributed.vectors import ShardedVectors
 from deltabars.eigen.audit import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
-from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, KrylovOptions, OnStep
+from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
 from deltabars.eigen.pairs import (
     PRODUCT_ROUNDING,
     SKEW,
@@ -77,11 +77,7 @@ def solve(
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", total, "pair", progress) as bar,
     ):
-        forecast = Forecast(name, operator, bar.line)
-        try:
-            pairs = _run(operator, options, rank, bar, growth, checkpoint, deadline, forecast)
-        finally:
-            foreseen = forecast.end()
+        pairs, foreseen = _run(name, operator, options, rank, bar, growth, checkpoint, deadline)
         is_stopped = STOPPED in pairs.statistics
         if growth is not None:
             pairs = replace(pairs, values=growth.settled(pairs.values))
@@ -149,6 +145,7 @@ def _warn_of_time(name: str, rank: int, pairs: EigenPairs, is_kept: bool) -> Non
 
 
 def _run(
+    name: str,
     operator: CurvatureOperator,
     options: FitOptions,
     rank: int,
@@ -156,64 +153,84 @@ def _run(
     growth: ProbeGrowth | None,
     checkpoint: MatrixCheckpoint | None,
     deadline: Deadline,
-    forecast: Forecast,
-) -> EigenPairs:
-    def report(products: int, done: int) -> None:
-        aim = "" if growth is None else f", {growth.aim}"
-        forecast.step(products)
-        bar.show(done, f"{products} products{aim}", forecast.left())
-
+) -> tuple[EigenPairs, dict[str, Any]]:
+    """Choose a solver and run it; return the last forecast of its time as well."""
     size, kind = operator.shape[0], options.solver
     if kind == "auto":
         small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
         kind = "dense" if small else "krylov"
-    if kind == "dense":
-        forecast.begin(kind, rank, 64, False, size)
-        try:
-            pairs = eigen.dense(operator, rank, on_step=_in_time(report, size, deadline))
-        except _TooLongError:
-            kind = "krylov"
-        else:
-            return _own(pairs, operator) if growth is None else _cut(pairs, operator, growth)
     tolerance = options.residual_tolerance
     if tolerance is None:
         tolerance = residual_tolerance(operator.dtype, operator.problem.l2)
-    if kind == "arpack":
-        forecast.begin(kind, rank, 1, False, size)
-        pairs = eigen.arpack(
-            operator,
-            rank,
-            tolerance=tolerance,
-            max_products=options.max_products,
-            seed=options.seed,
-            on_step=report,
-        )
-        return _own(pairs, operator)
     matrix = _OwnColumns(operator, rank + options.smallest)
-    if kind == "incremental" and isinstance(operator, RowOperator):
-        forecast.begin(kind, rank, 1, False, 2 * rank)
-        pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=deadline.is_over)
-    else:
-        is_hessian = isinstance(operator, HessianOperator)
-        block = 1 if is_hessian else _GROWING_BLOCK if growth else default_block_size(rank)
-        room = _vectors_within(operator, rank + options.smallest, block, growth)
-        forecast.begin(kind, rank, block, growth is not None, room)
-        common: KrylovOptions = {
-            "smallest": options.smallest,
-            "tolerance": tolerance,
-            "max_products": options.max_products,
-            "max_vectors": room,
-            "seed": options.seed,
-            "growth": growth,
-            "on_step": report,
-            "checkpoint": checkpoint,
-            "is_over": deadline.is_over,
-        }
-        if is_hessian:
-            pairs = eigen.lanczos(matrix, rank, **common)
+    is_hessian = isinstance(operator, HessianOperator)
+    block = 1 if is_hessian else _GROWING_BLOCK if growth else default_block_size(rank)
+    room = _vectors_within(operator, rank + options.smallest, block, growth)
+    forecast: Forecast | None = None
+
+    def report(products: int, done: int) -> None:
+        assert forecast is not None
+        aim = "" if growth is None else f", {growth.aim}"
+        forecast.step(products)
+        bar.show(done, f"{products} products{aim}", forecast.left())
+
+    def begin(kind: str, block: int, most: int) -> Forecast:
+        return Forecast(
+            name,
+            operator,
+            bar.line,
+            kind=kind,
+            pairs=rank,
+            block=block,
+            is_open=growth is not None and kind == "krylov",
+            most=most,
+        )
+
+    try:
+        if kind == "dense":
+            forecast = begin(kind, 64, size)
+            try:
+                pairs = eigen.dense(operator, rank, on_step=_in_time(report, size, deadline))
+            except _TooLongError:
+                kind = "krylov"
+            else:
+                pairs = _cut(pairs, operator, growth) if growth else _own(pairs, operator)
+                return pairs, forecast.end()
+        if kind == "arpack":
+            forecast = begin(kind, 1, size)
+            pairs = eigen.arpack(
+                operator,
+                rank,
+                tolerance=tolerance,
+                max_products=options.max_products,
+                seed=options.seed,
+                on_step=report,
+            )
+            return _own(pairs, operator), forecast.end()
+        if kind == "incremental" and not is_hessian:
+            forecast = begin(kind, 1, 2 * rank)
+            pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=deadline.is_over)
         else:
-            pairs = eigen.block_krylov(matrix, rank, block_size=block, **common)
-    return embed(pairs, operator.spaces, operator.problem.l2) if matrix.is_reached else pairs
+            forecast = begin("krylov", block, room)
+            pairs = eigen.block_krylov(
+                matrix,
+                rank,
+                block_size=block,
+                smallest=options.smallest,
+                tolerance=tolerance,
+                max_products=options.max_products,
+                max_vectors=room,
+                seed=options.seed,
+                growth=growth,
+                on_step=report,
+                checkpoint=checkpoint,
+                is_over=deadline.is_over,
+            )
+    finally:
+        foreseen = {} if forecast is None else forecast.end()
+    if matrix.is_reached:
+        pairs = embed(pairs, operator.spaces, operator.problem.l2)
+    return pairs, foreseen
 
 
 class _TooLongError(Exception):
