@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check
+INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 
-.PHONY: demo test bench lint docs screenshots torture lock verify-lock licences audit clean
+.PHONY: demo test bench lint house docs screenshots torture pin licences audit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deltabars demo --report deltabars-demo.html
@@ -21,6 +22,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Entries, files, lines, import chains and cycles, beside their limits.
+house: $(VENV)/.dev
+	$(BIN)/python tools/house.py
+
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -33,19 +38,18 @@ torture: export DELTABARS_TORTURE_SECONDS ?= 600
 torture: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/torture -s
 
-# The lock file of the test environment, anew, and compared with what is installed.
-lock: $(VENV)/.dev
-	$(BIN)/python tools/lock.py
+# Pin what is installed now as the tested environment.
+pin: $(VENV)/.dev
+	(echo '# The tested versions. Install with: pip install -c constraints.txt …'; \
+	$(BIN)/python -m pip freeze --exclude-editable) > constraints.txt
 
-verify-lock: $(VENV)/.dev
-	$(BIN)/python tools/lock.py --check
+# Licences of the tested environment; fails at a licence that asks for our source.
+licences: $(VENV)/.tools
+	$(VENV)/tools/bin/pip-licenses --python $(BIN)/python --from=mixed --partial-match --fail-on 'GPL;GNU;UNKNOWN'
 
-licences: $(VENV)/.dev
-	$(BIN)/python tools/licences.py
-
-# Known weaknesses of what is installed, where advisories can be had.
-audit: $(VENV)/.dev
-	$(BIN)/python tools/audit.py
+# Known weaknesses of the tested environment, where advisories can be had.
+audit: $(VENV)/.tools
+	$(VENV)/tools/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +59,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.demo peers.txt
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps -r peers.txt
+	touch $@
+
+$(VENV)/.tools: $(VENV)/.dev
+	$(PYTHON) -m venv $(VENV)/tools
+	$(VENV)/tools/bin/python $(PIP) pip-audit pip-licenses
 	touch $@
 
 clean:
