@@ -1,6 +1,6 @@
 """Measure the house: entries, files, lines, import chains and cycles.
 
-    python tools/house.py            # print the numbers beside their limits; exit 1 if one is over
+python tools/house.py            # print the numbers beside their limits; exit 1 if one is over
 """
 
 from __future__ import annotations

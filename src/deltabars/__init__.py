@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deltabars.runtime import VERSION
 
 if TYPE_CHECKING:
-    from deltabars import curvature, distributed, eigen, errors, likelihoods
+    from deltabars import curvature, eigen, errors, likelihoods
     from deltabars.cli.sources.models import trained
     from deltabars.eigen.pairs import EigenPairs
     from deltabars.fitting.checkpoints import CheckpointFolder
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deltabars.prediction.prediction import Prediction
     from deltabars.problem.parameters import last_layer
     from deltabars.problem.problem import Problem
+    from deltabars.runtime import distributed
 
 __version__ = VERSION
 
@@ -62,12 +63,13 @@ _DEFINED_IN = {
 }
 # Modules with a shorter name; those below the line are of version 0.5 and go with the next one.
 _ALIASES = {
+    "distributed": "runtime.distributed",
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",
     # ----
     "blocks": "cli.blocks.predicting",
     "checkpoints": "fitting.checkpoints",
-    "ranks": "distributed",
+    "ranks": "runtime.distributed",
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.distributed.group import Group
-from deltabars.distributed.space import Spaces
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, embed
+from deltabars.runtime.distributed import Group
+from deltabars.runtime.vectors import Spaces
 from tests.silence import randn
 
 ELSEWHERE = 0.7

@@ -7,12 +7,12 @@ import torch
 from scipy import sparse
 from scipy.sparse import linalg
 
-from deltabars.distributed.space import Space
 from deltabars.eigen import arpack, dense, incremental_svd
 from deltabars.eigen.audit import audit
 from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import BadValueError, ConvergenceWarning, DeltaBarsError
+from deltabars.runtime.vectors import Space
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
 SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov, "dense": dense, "arpack": arpack}

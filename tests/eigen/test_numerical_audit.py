@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.distributed.space import Space
 from deltabars.eigen import arpack, dense, incremental_svd
 from deltabars.eigen.audit import audit, warn_of_audit
 from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import BadValueError, ConvergenceWarning, OptimumWarning
+from deltabars.runtime.vectors import Space
 from tests.conftest import cached_case
 from tests.spectra import SIZE, SPECTRA, matrix_with
 

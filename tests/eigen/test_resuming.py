@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deltabars.eigen.resuming import Rows
 
-from deltabars.distributed.space import Space
 from deltabars.eigen import incremental_svd
 from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.projected import Projected
-from deltabars.eigen.resuming import Rows
 from deltabars.errors import CheckpointMismatchError, CorruptFileError
+from deltabars.runtime.vectors import Space
 from tests.spectra import SPECTRA, matrix_with
 
 MOST = 5  # states that are started from, spread over all; the first and the last two in any case

@@ -20,7 +20,6 @@ from torch import nn
 
 import deltabars
 from deltabars.cli.entry import main
-from deltabars.distributed.group import Group
 from deltabars.errors import (
     BadValueError,
     CheckpointInUseError,
@@ -31,6 +30,7 @@ from deltabars.errors import (
 )
 from deltabars.fitting.checkpoints import CheckpointFolder, opened
 from deltabars.fitting.identity import check_same
+from deltabars.runtime.distributed import Group
 from tests.stopping import (
     WAYS,
     differing,

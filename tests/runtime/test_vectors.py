@@ -11,10 +11,10 @@ import torch
 import deltabars
 from deltabars.covariance.estimators import build_covariance
 from deltabars.covariance.tail import Defects
-from deltabars.distributed.vectors import Part, PartedVectors
 from deltabars.errors import BadValueError
 from deltabars.runtime import vectors
 from deltabars.runtime.memory import read_bytes
+from deltabars.runtime.vectors import Part, PartedVectors
 from deltabars.storage import shards as rounding
 from tests.conftest import cached_case
 from tests.networks import train

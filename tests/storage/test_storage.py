@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import deltabars
-from deltabars.distributed.group import Group
 from deltabars.errors import (
     CorruptFileError,
     FormatVersionError,
@@ -25,6 +24,7 @@ from deltabars.errors import (
     WeightsMismatchError,
 )
 from deltabars.likelihoods.categorical import Categorical
+from deltabars.runtime.distributed import Group
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from deltabars.storage.writing import write_text, write_whole, write_whole_folder

@@ -19,7 +19,6 @@ import torch
 import deltabars
 from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
-from deltabars.distributed.vectors import PartedVectors
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -27,6 +26,7 @@ from deltabars.errors import (
     StorageError,
     WeightsMismatchError,
 )
+from deltabars.runtime.vectors import PartedVectors
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from tests.conftest import cached_case

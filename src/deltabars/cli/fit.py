@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from inspect import signature
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,15 @@ from deltabars.cli.options import (
 from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
-from deltabars.distributed.group import current_group
 from deltabars.errors import BadValueError, UsageError
-from deltabars.fitting.fit import check_arguments
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
+from deltabars.fitting.options import FitOptions
 from deltabars.fitting.saving import MAX_FILE_SIZE
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
+from deltabars.runtime.distributed import current_group
 from deltabars.storage.shards import DTYPES
 
 _DESCRIPTION = """\
@@ -192,8 +192,9 @@ def run(options: argparse.Namespace) -> None:
     model, data = named_model(options), named_data(options)
     model.check_weights()
     network = model.load()
-    known = signature(check_arguments).parameters
-    check_arguments(network, **{name: value for name, value in arguments.items() if name in known})
+    known = {field.name for field in fields(FitOptions)}
+    given = FitOptions(**{name: value for name, value in arguments.items() if name in known})
+    given.check_for(network, arguments.get("params"), arguments["l2"])
     source = data.load()
     if _is_regression(options):
         source = source.with_real_targets()

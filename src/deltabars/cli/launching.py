@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deltabars.cli.options import compute_device
 from deltabars.errors import BadValueError, ProcessError, first_line
-from deltabars.runtime import distributed
+from deltabars.runtime.distributed import current_group
 
 TIMEOUT = 600.0  # seconds
 _SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,15 +50,13 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
             f"command in {_count()} of them. Start it without torchrun."
         )
     _join(options)
-    own = distributed.current_group()
     try:
-        with own.together():
-            if own.is_first:
+        if current_group().is_first:
+            yield
+        else:
+            options.quiet = True
+            with redirect_stdout(StringIO()):
                 yield
-            else:
-                options.quiet = True
-                with redirect_stdout(StringIO()):
-                    yield
     finally:
         with suppress(RuntimeError):  # of a group that has lost a member
             dist.destroy_process_group()

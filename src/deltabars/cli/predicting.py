@@ -28,7 +28,6 @@ from deltabars.cli.sources.source import Source
 from deltabars.cli.tables import Columns, columns_of, write_table
 from deltabars.errors import DataError, printable
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.predicting import check_asked
 from deltabars.prediction.prediction import Prediction
 from deltabars.runtime.progress import Progress
 from deltabars.storage.writing import check_parent
@@ -164,7 +163,7 @@ def subject(found: Run, kept: Kept) -> str:
 def _check(fit: DeltaFit, asked: dict[str, Any], options: argparse.Namespace) -> None:
     """Refuse what the fit cannot give, before data are read."""
     known = {name: asked[name] for name in ("estimator", "rank", "classes") if name in asked}
-    check_asked(fit.state, batch_size=options.batch_size, **known)
+    fit.check_request(batch_size=options.batch_size, **known)
 
 
 def predict_and_keep(

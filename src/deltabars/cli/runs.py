@@ -23,8 +23,6 @@ from torch import Tensor
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.distributed.group import current_group
-from deltabars.distributed.vectors import group_of
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -38,6 +36,8 @@ from deltabars.fitting.loading import load
 from deltabars.fitting.saving import MAX_FILE_SIZE
 from deltabars.prediction.judgement import Judgement
 from deltabars.prediction.prediction import Prediction
+from deltabars.runtime.distributed import current_group
+from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
 from deltabars.storage.reading import parse_json, read_arrays, read_start
 from deltabars.storage.shards import INDEX

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.tail import EXACT, Defects, Tail
-from deltabars.distributed.vectors import Basis, first
+from deltabars.runtime.vectors import Basis, first
 
 # The matrices whose eigenpairs each estimator needs.
 ESTIMATORS: Mapping[str, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltabars.distributed.vectors import Basis, combined, projected
+from deltabars.runtime.vectors import Basis, combined, projected
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
 from deltabars.covariance.tail import Ball, Tail
-from deltabars.distributed.vectors import Basis, first
+from deltabars.runtime.vectors import Basis, first
 
 
 @dataclass(frozen=True, eq=False)

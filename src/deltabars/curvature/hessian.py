@@ -17,7 +17,6 @@ from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
 from deltabars.curvature.singles import UNSUPPORTED
 from deltabars.curvature.slicing import Sliced, Slices, slices_of
-from deltabars.distributed.space import Spaces
 from deltabars.errors import ModelError, ModelWarning, first_line, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.batches import Batch
@@ -26,6 +25,7 @@ from deltabars.problem.network import Network, model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, ran_out, share
 from deltabars.runtime.precision import without_noise
+from deltabars.runtime.vectors import Spaces
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Space
 from deltabars.eigen.pairs import (
     PRODUCT_ROUNDING,
     SKEW,
@@ -17,6 +16,7 @@ from deltabars.eigen.pairs import (
     residual_scale,
 )
 from deltabars.errors import ConvergenceWarning, option
+from deltabars.runtime.vectors import Space
 
 _FAR = 10  # times: the random signs of a measurement never make that much by themselves
 _USUAL, _TIMES = 4, 2  # of rounding in products: units in the last place; what was measured

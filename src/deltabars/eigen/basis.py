@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Space
 from deltabars.runtime.sums import inner
+from deltabars.runtime.vectors import Space
 
 _COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
 _COLUMNS_AT_ONCE_ELSEWHERE = 4096

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Space
 from deltabars.eigen.basis import completed
 from deltabars.eigen.krylov import OUT_OF_TIME, ROWS_LEFT, STOPPED, IsOver, OnStep
 from deltabars.eigen.operators import as_products
@@ -22,6 +21,7 @@ from deltabars.eigen.pairs import (
     residual_scale,
 )
 from deltabars.errors import BadValueError
+from deltabars.runtime.vectors import Space
 
 
 def incremental_svd(

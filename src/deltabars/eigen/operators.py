@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Space
 from deltabars.errors import BadValueError, option
+from deltabars.runtime.vectors import Space
 
 
 @runtime_checkable

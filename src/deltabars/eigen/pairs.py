@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Spaces
-from deltabars.distributed.vectors import first
 from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.runtime.vectors import Spaces, first
 
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"

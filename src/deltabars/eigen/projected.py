@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltabars.distributed.space import Space
 from deltabars.eigen.pairs import lower_scale, residual_scale
+from deltabars.runtime.vectors import Space
 
 _WORTH_A_TRIP = 256  # rows: from there on the device of the matrix is faster than the CPU
 

@@ -13,8 +13,6 @@ from deltabars.covariance.tail import Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.distributed.group import current_group
-from deltabars.distributed.vectors import combined, group_of, projected
 from deltabars.eigen.pairs import is_whole
 from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
@@ -26,9 +24,11 @@ from deltabars.prediction.scoring import read_inputs
 from deltabars.problem.batches import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
+from deltabars.runtime.distributed import current_group
 from deltabars.runtime.memory import BASIS, chunk_within, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import combined, group_of, projected
 
 OPERATORS: dict[str, type[RowOperator]] = {"opg": OPGOperator, "ggn": GGNOperator}
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from deltabars.distributed.group import Group
 from deltabars.eigen.checkpoint import State
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import (
@@ -36,6 +35,7 @@ from deltabars.errors import (
 )
 from deltabars.fitting.growth import ProbeGrowth
 from deltabars.fitting.identity import check_same
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ran_out
 from deltabars.storage import format as storage
 from deltabars.storage.writing import check_parent, is_full_disk, locked, remove_left

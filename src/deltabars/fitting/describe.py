@@ -10,13 +10,13 @@ from torch import Tensor
 
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.tail import Tail
-from deltabars.distributed.vectors import Basis, ShardedVectors, products
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.state import FittedState
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.judgement import Evidence
 from deltabars.problem.parameters import LastLayer
 from deltabars.problem.prior import L2
+from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 SANDWICH, REACH = "sandwich", "interval_reach"
 WORTH_READING = 0.5  # of a std: an interval that reaches further says little

@@ -14,7 +14,6 @@ from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.distributed.group import check_same_options, current_group, same_everywhere
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataWarning, ModelError, option
 from deltabars.fitting.checkpoints import Checkpoint, Session, opened
@@ -32,6 +31,7 @@ from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, Selection, plain_model
 from deltabars.problem.prior import L2
 from deltabars.problem.problem import Problem
+from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 

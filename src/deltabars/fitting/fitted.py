@@ -12,7 +12,6 @@ from torch import Tensor
 from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.covariance.low_rank import BOUNDS
 from deltabars.curvature.sensitivity import check_space
-from deltabars.distributed.vectors import PartedVectors, first
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.fitting import describe
@@ -27,6 +26,7 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
 from deltabars.problem.prior import L2
 from deltabars.runtime.precision import full_precision
+from deltabars.runtime.vectors import PartedVectors, first
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -13,7 +13,6 @@ from torch import Tensor
 from deltabars.covariance.estimators import ESTIMATORS, build_covariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
-from deltabars.distributed.vectors import ShardedVectors, whole
 from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import ConvergenceWarning, DataError, option
@@ -25,6 +24,7 @@ from deltabars.problem.batches import Batch
 from deltabars.problem.data import fingerprint_of
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
+from deltabars.runtime.vectors import ShardedVectors, whole
 
 _DRAWN_MARGIN = 0.6  # on new inputs errors were up to 1.6 times those of a probe of the data
 _MOST_INPUTS = 32  # of a probe that is drawn from the data

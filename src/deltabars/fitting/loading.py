@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.distributed.vectors import Part, PartedVectors, whole
 from deltabars.eigen.pairs import ROUNDING, EigenPairs
 from deltabars.errors import (
     BadValueError,
@@ -33,6 +32,7 @@ from deltabars.problem.network import Network, fingerprint
 from deltabars.problem.parameters import ParameterSpace, as_written, plain_model
 from deltabars.problem.prior import Prior
 from deltabars.runtime.memory import CHUNK, ran_out, resolve_budget, share
+from deltabars.runtime.vectors import Part, PartedVectors, whole
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from deltabars.storage.shards import DTYPES

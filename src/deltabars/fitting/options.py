@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
-from deltabars.distributed.group import Group
 from deltabars.eigen.pairs import check_rank, is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.problem.parameters import ParameterSpace, Selection
 from deltabars.problem.prior import L2, Prior
+from deltabars.runtime.distributed import Group
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 DEFAULT_RANK = 100

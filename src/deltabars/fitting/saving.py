@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.distributed.group import Columns
-from deltabars.distributed.vectors import Basis, ShardedVectors, group_of
 from deltabars.eigen.pairs import ROUNDING
 from deltabars.errors import StorageError
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import LIKELIHOODS, described, is_own
+from deltabars.runtime.distributed import Columns
 from deltabars.runtime.memory import read_bytes
 from deltabars.runtime.precision import full_precision
+from deltabars.runtime.vectors import Basis, ShardedVectors, group_of
 from deltabars.storage import format as storage
 from deltabars.storage import shards
 from deltabars.storage.shards import measured_loss, rounded, stored_dtype

@@ -11,8 +11,6 @@ from typing import Any
 import deltabars.eigen as eigen
 from deltabars.curvature.base import CurvatureOperator, RowOperator
 from deltabars.curvature.hessian import HessianOperator
-from deltabars.distributed.space import Space
-from deltabars.distributed.vectors import ShardedVectors
 from deltabars.eigen.audit import audit, warn_of_audit
 from deltabars.eigen.basis import default_block_size
 from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
@@ -34,6 +32,7 @@ from deltabars.problem.parameters import LastLayer
 from deltabars.runtime.memory import BASIS, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import ShardedVectors, Space
 
 _ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
 _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted

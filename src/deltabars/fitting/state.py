@@ -19,7 +19,6 @@ from deltabars.covariance.estimators import ESTIMATORS, build_covariance
 from deltabars.covariance.low_rank import Covariance
 from deltabars.covariance.tail import Defects
 from deltabars.curvature.pullback import Pullback
-from deltabars.distributed.vectors import products
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
@@ -27,6 +26,7 @@ from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
 from deltabars.problem.prior import L2, Prior
+from deltabars.runtime.vectors import products
 
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁

@@ -24,7 +24,6 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
-from deltabars.distributed.group import alone
 from deltabars.errors import BadValueError, DataError, ModelWarning
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
@@ -34,6 +33,7 @@ from deltabars.problem.batches import labelled
 from deltabars.problem.inputs import leaves
 from deltabars.problem.network import fingerprint
 from deltabars.problem.prior import L2
+from deltabars.runtime.distributed import alone
 
 _TRIED = 16  # examples; a coin that is thrown for each comes out alike for all once in 65,536
 
@@ -275,7 +275,7 @@ class FitsAtTheEnd:
         self._scorer, self._summaries, self._collected = None, {}, {}
         if self.fit_ is None:
             return
-        if fingerprint(self._chosen(pl_module)) != self.fit_.state.weights:
+        if fingerprint(self._chosen(pl_module)) != self.fit_.weights:
             warnings.warn(
                 "Scores are left out: expected the weights that were fitted, got others (a "
                 "checkpoint of another epoch?). Give ckpt_path=None, or set fit_ to a fit of "

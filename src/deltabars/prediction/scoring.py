@@ -13,8 +13,6 @@ from torch import Tensor
 from deltabars.covariance.low_rank import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
-from deltabars.distributed.group import Group
-from deltabars.distributed.vectors import Basis, ShardedVectors
 from deltabars.errors import DataError
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import Classes, Moderation
@@ -22,8 +20,10 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
 from deltabars.problem.inputs import Inputs, Signature, leaves
 from deltabars.problem.network import Network, model_errors
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import Basis, ShardedVectors
 
 _READ_SIZE = 8192  # inputs, where they do not come in batches
 _LARGEST_CHUNK = 1024

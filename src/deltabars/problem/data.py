@@ -20,7 +20,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from deltabars.distributed.group import Group, same_everywhere
 from deltabars.errors import DataError
 from deltabars.problem.batches import (
     Batch,
@@ -34,6 +33,7 @@ from deltabars.problem.batches import (
     labelled,
 )
 from deltabars.problem.inputs import Signature, leaves, map_leaves
+from deltabars.runtime.distributed import Group, same_everywhere
 from deltabars.runtime.precision import with_own_numbers
 
 _COMPARED = 16  # examples that show whether two processes were given the same data

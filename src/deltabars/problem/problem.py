@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.distributed.group import Group, check_same_options, current_group
-from deltabars.distributed.space import Spaces
 from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.losses import Loss, read_loss, told_apart
@@ -28,7 +26,9 @@ from deltabars.problem.inputs import Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
 from deltabars.problem.prior import L2, Prior
+from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
+from deltabars.runtime.vectors import Spaces
 
 _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192

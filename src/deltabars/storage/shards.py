@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.distributed.vectors import (
+from deltabars.errors import BadValueError, CorruptFileError, FormatVersionError, StorageError
+from deltabars.runtime.sums import add_inner
+from deltabars.runtime.vectors import (
     Basis,
     Part,
     PartedVectors,
@@ -23,8 +25,6 @@ from deltabars.distributed.vectors import (
     columns,
     ranges,
 )
-from deltabars.errors import BadValueError, CorruptFileError, FormatVersionError, StorageError
-from deltabars.runtime.sums import add_inner
 from deltabars.storage import format as storage
 from deltabars.storage.reading import open_plain, parse_json
 from deltabars.storage.writing import write_text

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deltabars.distributed.group import Group
 from deltabars.errors import CheckpointInUseError, StorageError
+from deltabars.runtime.distributed import Group
 
 if sys.platform == "win32":  # where files in use cannot be replaced anyway
     fcntl: Any = None

@@ -167,8 +167,8 @@ def fit_fingerprint(fit: DeltaFit) -> str:
     likelihood = fit.likelihood
     own = described(likelihood) if is_own(likelihood) else type(likelihood).__qualname__
     known = [
-        fit.estimator, fit.level, dict(fit.state.prior.scales), fit.num_examples, fit.num_outputs,
-        own, str(fit.network.dtype), fit.state.weights, fit.network.parameters.names,
+        fit.estimator, fit.level, dict(fit.prior.scales), fit.num_examples, fit.num_outputs,
+        own, str(fit.network.dtype), fit.weights, fit.network.parameters.names,
         sorted(fit.spectra),
     ]  # fmt: skip
     values = (fit.spectra[name].values for name in sorted(fit.spectra))

@@ -31,14 +31,14 @@ from deltabars.cli.blocks.plan import (
 )
 from deltabars.cli.sources.source import Source
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
-from deltabars.distributed.group import Group, Numbers, current_group
-from deltabars.distributed.vectors import group_of
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch
+from deltabars.runtime.distributed import Group, current_group
 from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import group_of
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,16 @@ class Work:
         if self.group.is_first and next(self._missing(there), None) is not None:
             (self.folder / MANIFEST).unlink(missing_ok=True)
         total = self._total(there)
-        numbers, own = Numbers(self.group), {}
-        starts, taken = self._missing(there), -1
+        own: dict[int, int] = {}
+        starts = itertools.islice(self._missing(there), self.group.rank, None, self.group.size)
+        total = self._total(there)
         left = None if total is None else total - sum(there.values())
         with Progress("Predicting", left, "input", progress) as bar:
-            while True:
-                number = numbers.next()
-                start = next(itertools.islice(starts, number - taken - 1, None), None)
-                taken = number
-                rows = 0 if start is None else self._write(start, bar, number)
-                if start is None or not rows:
+            for number, start in enumerate(starts):
+                rows = self._write(start, bar, number * self.group.size)
+                if not rows:
                     break
                 own[start] = rows
-        numbers.finish()
         return own
 
     def _check_all_there(self, blocks: Mapping[int, int]) -> None:
@@ -160,7 +157,6 @@ class Work:
         def parts() -> Iterator[Columns]:
             nonlocal rows
             for batch in itertools.chain([first], batches):
-                self.group.check()
                 yield self._columns(batch, start + rows)
                 rows += len(batch)
                 bar.show(number * size + rows)
@@ -257,31 +253,30 @@ def predict_to(
             "between them. Save it and load it."
         )
     group = current_group()
-    with group.together():
-        source = data if isinstance(data, Source) else _source(data)
-        inputs = inputs_of(source, fit.signature)
-        shown = fit.state.progress if progress is None else progress
-        quiet = fit.with_progress(False)
-        _check_asked(quiet, inputs.first, asked)
-        size = _block_size(block_size, inputs.count)
-        known = {
-            "inputs": inputs.count,
-            "digest": inputs.digest,
-            "fingerprint": source.fingerprint,
-            "about": None if about is None else dict(about),
-        }
-        wanted = Plan(fit_fingerprint(fit), known, asked, size)
-        place = Path(folder)
-        with ExitStack() as stack:
-            plan = None
-            if group.is_first:
-                stack.enter_context(held(place))
-                plan = begin(place, wanted, any_size=block_size is None)
-            plan = group.broadcast_object(plan)
-            if not group.is_first:
-                _check_seen(place, replace(wanted, block_size=plan.block_size))
-            work = Work(quiet, source, inputs, place, plan, group, asked, batch_size)
-            return work.run(shown and group.is_first)
+    source = data if isinstance(data, Source) else _source(data)
+    inputs = inputs_of(source, fit.signature)
+    shown = fit.progress if progress is None else progress
+    quiet = fit.with_progress(False)
+    _check_asked(quiet, inputs.first, asked)
+    size = _block_size(block_size, inputs.count)
+    known = {
+        "inputs": inputs.count,
+        "digest": inputs.digest,
+        "fingerprint": source.fingerprint,
+        "about": None if about is None else dict(about),
+    }
+    wanted = Plan(fit_fingerprint(fit), known, asked, size)
+    place = Path(folder)
+    with ExitStack() as stack:
+        plan = None
+        if group.is_first:
+            stack.enter_context(held(place))
+            plan = begin(place, wanted, any_size=block_size is None)
+        plan = group.broadcast_object(plan)
+        if not group.is_first:
+            _check_seen(place, replace(wanted, block_size=plan.block_size))
+        work = Work(quiet, source, inputs, place, plan, group, asked, batch_size)
+        return work.run(shown and group.is_first)
 
 
 def _source(data: Any) -> Source:

@@ -156,9 +156,7 @@ def sampled(experiment: Experiment, estimator: str) -> dict[str, Arrays]:
     count = experiment.size.samples
 
     def compute(sampler: Sampler) -> Arrays:
-        stacks = _drawn(
-            experiment, DeltaFit(experiment.fit.state.moved(estimator=estimator)), sampler
-        )
+        stacks = _drawn(experiment, experiment.fit.moved(estimator=estimator), sampler)
         images = experiment.test[0].to(experiment.device)
         arrays = _summary([stack.probabilities(images) for stack in stacks], experiment)
         return arrays | {"std": arrays["std"] / sampler.scatter}

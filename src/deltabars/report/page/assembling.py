@@ -17,7 +17,6 @@ from torch import Tensor
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.predicting import check_asked
 from deltabars.prediction.prediction import Prediction
 from deltabars.report import style
 from deltabars.report.page.glance import Fact, Notice, facts, meaning, notices, verdict, versions
@@ -269,8 +268,8 @@ def save_report(
         raise BadValueError(
             f"asked: expected estimator, rank, full_rank or classes of fit.predict, got {odd}."
         )
-    used = check_asked(
-        fit.state, **{name: asked[name] for name in ("estimator", "rank") if name in asked}
+    used = fit.check_request(
+        **{name: asked[name] for name in ("estimator", "rank") if name in asked}
     )[1]
     steps = choose_ranks(ranks, used)
     library, version = _plotly()

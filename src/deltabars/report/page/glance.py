@@ -44,7 +44,7 @@ class Notice:
 def facts(subject: Subject) -> list[Fact]:
     """The numbers of the fit and of its predictions."""
     fit, prediction = subject.fit, subject.prediction
-    main = fit.state.pairs_of(next(iter(fit.spectra)))
+    main = fit.pairs_of(next(iter(fit.spectra)))
     last = float(main.values[-1])
     found = [
         Fact("Training examples N", say(fit.num_examples), "that the error bars come from"),

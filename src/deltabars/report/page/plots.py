@@ -26,7 +26,7 @@ def spectrum_plot(subject: Subject) -> dict[str, Any]:
     level, size = fit.level, fit.num_parameters
     matrices, words = [], []
     for name in fit.spectra:
-        pairs = fit.state.pairs_of(name)
+        pairs = fit.pairs_of(name)
         values = pairs.values.double()
         entry: dict[str, Any] = {"name": name, "values": short(values)}
         text = f"The {name}'s eigenvalues fall from {say(float(values[0]))} to "

@@ -116,9 +116,7 @@ def check_subject(
         prediction = replace(prediction, impossible=wide, saturated=flat)
     if prediction.judgement is None:
         prediction = prediction.judged_by(
-            evidence_of(
-                fit.state, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator)
-            )
+            evidence_of(fit, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
         )
     known = None if targets is None else _check_targets(fit, prediction, targets)
     return Subject(
