@@ -10,6 +10,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -88,7 +89,8 @@ class TestAsTorchReadsThem:
         other = {
             "epoch": 3, "optimizer_states": [optimiser.state_dict()], "none": None,
             "hyper_parameters": argparse.Namespace(width=5, path=io.BytesIO()),
-            "classes": {"cat", "dog"}, "bytes": bytearray(b"abc"), "frozen": frozenset({1}),
+            "classes": {"cat", "dog"}, "bytes": b"abc", "best": np.float64(0.5),
+            "frozen": frozenset({1}),
             "range": range(3), "error": ValueError("x"), "config": OrderedDict(a=[1, (2, 3.5)]),
             "torch": torch.torch_version.TorchVersion("2.11"), "device": torch.device("cpu"),
             "activation": nn.ReLU(), "dtype": torch.float32, "size": torch.Size([1, 2]),

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -35,9 +34,12 @@ def columns_of(
     targets: Tensor | None = None,
     classes: Sequence[str] | None = None,
 ) -> Columns:
-    """The columns of a table: `input`, `target`, `label`, `probability`, `score`, …, `mean_CLASS`.
+    """Return the columns of a table: `input`, `target`, `label`, `score`, …, `mean_CLASS`.
 
     Beside the numbers of targets and labels are their names, `target_name` and `label_name`.
+    Columns of a class end in its name, or its number; where names would give two columns one name
+    (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
+    classes were asked for, they end in the index among these, and `class_0`, … say which they are.
 
     Args:
         prediction: B inputs.
@@ -45,30 +47,32 @@ def columns_of(
         targets: (B,) or (B, C), where they are known.
         classes: names of the classes, which stand in place of numbers.
 
-    Columns of a class end in its name, or its number; where names would give two columns one name
-    (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
-    classes were asked for, they end in the place among these, and `class_0`, … say which they are.
-
     Raises:
         BadValueError: there are not as many names as outputs.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}
-    if targets is not None:
-        found.update(_by_class("target", targets.cpu().numpy(), classes))
-    if "label" in arrays:
-        found.update(_by_class("label", arrays["label"], classes))
-        if arrays["label"].ndim == 1:
-            found["probability"] = _probability(prediction).numpy()
-            if targets is not None and targets.ndim == 1:
-                found["right"] = targets.cpu().numpy() == arrays["label"]
-    found.update({name: arrays[name] for name in _ONE_AN_INPUT if name in arrays})
+    truth = None if targets is None else targets.cpu().numpy()
+    for name, numbers in (("target", truth), ("label", arrays.get("label"))):
+        if numbers is not None and numbers.ndim > 1:
+            for k, end in enumerate(_endings(numbers.shape[1], classes)):
+                found[f"{name}_{end}"] = numbers[:, k]
+        elif numbers is not None:
+            found[name] = numbers
+            if classes is not None and numbers.dtype.kind in "iu":
+                found[f"{name}_name"] = _named(numbers, classes)
     chosen = arrays.get("classes")
-    count = prediction.mean.shape[1]
-    endings = _endings(count, classes if chosen is None else None)
+    if "label" in found and "label" in arrays:
+        of_class = np.arange(prediction.mean.shape[1]) if chosen is None else chosen
+        same = of_class == found["label"][:, None]  # (B, C); none where it was not asked for
+        probability = np.where(same, arrays["mean"], 0).sum(1)
+        found["probability"] = np.where(same.any(1), probability, math.nan)
+        if "target" in found:
+            found["right"] = found["target"] == found["label"]
+    found.update({name: arrays[name] for name in _ONE_AN_INPUT if name in arrays})
+    endings = _endings(prediction.mean.shape[1], classes if chosen is None else None)
     if chosen is not None:
-        for k in range(count):
-            found[f"class_{k}"] = _named(chosen[:, k], classes)
+        found.update({f"class_{k}": _named(each, classes) for k, each in enumerate(chosen.T)})
     for name in _SEVERAL_AN_INPUT:
         if name in arrays:
             found.update({f"{name}_{end}": arrays[name][:, k] for k, end in enumerate(endings)})
@@ -101,33 +105,28 @@ def write_table(path: str | Path, parts: Iterable[Columns]) -> None:
 
 
 def plain_rows(columns: Columns) -> list[dict[str, Any]]:
-    """A table's rows as JSON has them: what is not finite is None."""
-    lists = {name: _plain(values) for name, values in columns.items()}
-    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    """Return a table's rows as JSON has them: what is not finite is None."""
+    lists = [_plain(values) for values in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
-def _probability(prediction: Prediction) -> Tensor:
-    """Of the predicted class (B,); NaN where it is not among the classes asked for."""
-    assert prediction.label is not None
-    labels = prediction.label[:, None]
-    if prediction.classes is None:
-        return prediction.mean.gather(1, labels)[:, 0]
-    same = prediction.classes == labels
-    value = (prediction.mean * same).sum(1)
-    return value.masked_fill(~same.any(1), math.nan)
+def pyarrow() -> ModuleType:
+    """Return the library for Parquet.
 
-
-def _by_class(name: str, numbers: np.ndarray, classes: Sequence[str] | None) -> Columns:
-    """One column of classes, with their names where they have any, or a column an output."""
-    if numbers.ndim == 1:
-        named = classes is not None and numbers.dtype.kind in "iu"
-        return {name: numbers, **({f"{name}_name": _named(numbers, classes)} if named else {})}
-    endings = _endings(numbers.shape[1], classes)
-    return {f"{name}_{end}": numbers[:, k] for k, end in enumerate(endings)}
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Parquet needs pyarrow: pip install 'deltabars[parquet]'."
+        ) from error
+    return pyarrow
 
 
 def _endings(count: int, classes: Sequence[str] | None) -> list[str]:
-    """How the columns of each of `count` outputs end, so that no two columns have one name."""
+    """Return how the columns of each output end, so that no two columns have one name."""
     if classes is None:
         return [str(k) for k in range(count)]
     if len(classes) != count:
@@ -149,7 +148,7 @@ def _named(numbers: np.ndarray, classes: Sequence[str] | None) -> np.ndarray:
 
 
 def _plain(values: np.ndarray) -> list[Any]:
-    """Python's own numbers, of float32 with the few digits that tell them apart."""
+    """Return Python's own numbers, of float32 with the few digits that tell them apart."""
     if values.dtype.kind != "f":
         return values.tolist()
     numbers = [float(str(value)) for value in values]
@@ -158,7 +157,6 @@ def _plain(values: np.ndarray) -> list[Any]:
 
 def _write_csv(path: Path, parts: Iterable[Columns]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        # Cells with either of "\r\n" are quoted then; lines end in "\n" alone nevertheless.
         writer = csv.writer(_Lines(file), lineterminator="\r\n")
         for number, columns in enumerate(parts):
             if number == 0:
@@ -166,16 +164,18 @@ def _write_csv(path: Path, parts: Iterable[Columns]) -> None:
             writer.writerows(zip(*map(_texts, columns.values()), strict=True))
 
 
-@dataclass(frozen=True)
 class _Lines:
-    file: TextIO
+    r"""A file whose lines end in "\n" alone, though cells with either of "\r\n" are quoted."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
 
     def write(self, line: str) -> int:
         return self.file.write(line.removesuffix("\r\n") + "\n")
 
 
 def _texts(values: np.ndarray) -> list[str]:
-    """The cells of a column; texts that a spreadsheet would take for formulas begin with `'`."""
+    """Return cells of CSV; texts that a spreadsheet would take for formulas begin with `'`."""
     if values.dtype.kind != "O":
         return [str(value) for value in values]
     return [f"'{text}" if text.startswith(_FORMULAS) else text for text in map(str, values)]
@@ -189,30 +189,12 @@ def _write_lines(path: Path, parts: Iterable[Columns]) -> None:
 
 
 def _write_parquet(path: Path, parts: Iterable[Columns]) -> None:
-    arrow = pyarrow()
-    from pyarrow import parquet
-
-    writer = None
+    arrow, writer = pyarrow(), None
     try:
         for columns in parts:
             table = arrow.table({name: arrow.array(values) for name, values in columns.items()})
-            writer = writer or parquet.ParquetWriter(path, table.schema)
+            writer = writer or arrow.parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
-
-
-def pyarrow() -> ModuleType:
-    """The library for Parquet.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet needs pyarrow: pip install 'deltabars[parquet]'."
-        ) from error
-    return pyarrow

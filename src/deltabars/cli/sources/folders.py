@@ -32,6 +32,7 @@ _LARGEST = 1 << 14  # of a side to resize to
 # Pillow takes up to five times as much on the way, of WebP ten times.
 _ALWAYS = 32 << 20
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
+_BATCH_BYTES, _LARGEST_BATCH = 1 << 26, 1024
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Preparation:
     std: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.size is not None and not _is_size(self.size):
+        sides = (1, 1) if self.size is None else tuple(self.size)
+        if len(sides) != 2 or not all(isinstance(n, int) and 1 <= n <= _LARGEST for n in sides):
             raise BadValueError(
                 f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {self.size}."
             )
@@ -61,11 +63,11 @@ class Preparation:
                 raise BadValueError(f"{name}: expected numbers, got {values}.")
         if self.crop and self.size is None:
             raise BadValueError("--crop: expected --size with it, got none.")
-        if self.std is not None and not all(value > 0 for value in self.std):
-            raise BadValueError(f"--std: expected numbers above zero, got {list(self.std)}.")
+        if not all(value > 0 for value in self.std or ()):
+            raise BadValueError(f"--std: expected numbers above zero, got {self.std}.")
 
     def read(self, path: Path) -> np.ndarray:
-        """The picture of a file as the network sees it: (H, W) or (H, W, 3), uint8.
+        """Return the picture of a file as the network sees it: (H, W) or (H, W, 3), uint8.
 
         The first frame, without regard to transparency and to the camera's orientation, as
         torchvision reads it.
@@ -74,36 +76,29 @@ class Preparation:
             DataError: the file is no picture of eight bits a channel, is broken, or is too large.
             MissingDependencyError: Pillow is not installed.
         """
-        pillow = _pillow()
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise MissingDependencyError(
+                "Folders of pictures need Pillow: pip install 'deltabars[images]'."
+            ) from error
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", pillow.DecompressionBombWarning)
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
                 warnings.filterwarnings("ignore", "Palette images with Transparency")
                 # Of these kinds alone: Pillow has others that start a program to be read.
-                with open_plain(path) as file, pillow.open(file, formats=_KINDS) as picture:
+                with open_plain(path) as file, Image.open(file, formats=_KINDS) as picture:
                     size = picture.width * picture.height * (1 if self.gray else 3)
                     most = _ALWAYS // 2 if picture.format == "WEBP" else _ALWAYS
                     check_unpacked(size, length_of(file), most)
                     if picture.mode not in _EIGHT_BITS:
-                        raise DataError(
-                            f"--data: expected pictures of eight bits a channel, got {path} of "
-                            f"mode {picture.mode}. Convert it."
-                        )
+                        raise ValueError(f"its mode is {picture.mode}: convert it")
                     own = self._resized(picture.convert("L" if self.gray else "RGB"))
-                    pixels = np.asarray(own)
-                    del own
-            return pixels.copy()  # one that may be written to; Pillow has let go of its own
-        except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
-            raise DataError(
-                f"--data: expected pictures of at most {pillow.MAX_IMAGE_PIXELS:,} pixels, got "
-                f"more in {path}. Make it smaller."
-            ) from error
-        except DataError:
-            raise
+                    return np.array(own)  # a copy, so that Pillow lets go of its own
         except Exception as error:  # whatever Pillow makes of bytes that are no picture
             raise DataError(
-                f"--data: expected a picture that can be read, got {path}, which is broken or is "
-                f"none ({first_line(error)})."
+                f"--data: expected a picture of eight bits a channel, got {path}, which is broken "
+                f"or is none ({first_line(error)})."
             ) from error
 
     def _resized(self, picture: Any) -> Any:
@@ -111,48 +106,29 @@ class Preparation:
 
         if self.size is None:
             return picture
-        place = (self.size[1], self.size[0])
+        width_and_height = self.size[::-1]
         if self.crop:
-            return ImageOps.fit(picture, place, Image.Resampling.BILINEAR)
-        return picture.resize(place, Image.Resampling.BILINEAR)
+            return ImageOps.fit(picture, width_and_height, Image.Resampling.BILINEAR)
+        return picture.resize(width_and_height, Image.Resampling.BILINEAR)
 
     def tensor(self, picture: np.ndarray) -> Tensor:
-        """A picture (H, W) or (H, W, 3) as a float32 tensor (1 or 3, H, W), normalised."""
+        """Return a picture (H, W) or (H, W, 3) as float32 (1 or 3, H, W), normalised."""
         channels = torch.from_numpy(np.atleast_3d(picture)).permute(2, 0, 1)
         return self.normalise(channels.float().div_(255))
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """(pixels − mean)/std of images (…, channels, H, W)."""
+        """Return (pixels − mean)/std of images (…, channels, H, W)."""
         for name, values in (("--mean", self.mean), ("--std", self.std)):
             if values is None:
                 continue
-            channels = pixels.shape[-3]
-            if len(values) not in (1, channels):
+            if len(values) not in (1, pixels.shape[-3]):
                 raise BadValueError(
-                    f"{name}: expected one number, or one for each of {channels} channels, got "
-                    f"{len(values)}."
+                    f"{name}: expected one number, or one for each of {pixels.shape[-3]} channels, "
+                    f"got {len(values)}."
                 )
             each = torch.tensor(values, dtype=pixels.dtype)[:, None, None]
             pixels = pixels - each if name == "--mean" else pixels / each
         return pixels
-
-
-def _is_size(size: Any) -> bool:
-    return len(size) == 2 and all(isinstance(n, int) and 1 <= n <= _LARGEST for n in size)
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Folders of pictures need Pillow: pip install 'deltabars[images]'."
-        ) from error
-    return Image
-
-
-_BATCH_BYTES = 1 << 26
-_LARGEST_BATCH = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +144,14 @@ class Pictures(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, number: int) -> Any:
-        """One picture, read from its file."""
+        """Return one picture, read from its file."""
         path = self.files[number]
         image = self.preparation.tensor(self.preparation.read(path))
         if tuple(image.shape) != self.shape:
+            first, other = (f"{h}×{w}" for _, h, w in (self.shape, image.shape))
             raise DataError(
-                f"--data: expected pictures of one size, got {_size(self.shape)} first and "
-                f"{_size(tuple(image.shape))} in {path}. Resize them with --size."
+                f"--data: expected pictures of one size, got {first} first and {other} in {path}. "
+                "Resize them with --size."
             )
         return image if self.labels is None else (image, self.labels[number])
 
@@ -189,24 +166,21 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     Raises:
         DataError: there are no pictures, some are beside sub-folders, or the first is broken.
     """
-    entries = _visible(folder)
-    folders = sorted(entry.name for entry in entries if _is_folder(entry))
-    classes = tuple(_printable(Path(name)) for name in folders)
     left_out: list[str] = []
-    loose = _pictures([entry for entry in entries if not _is_folder(entry)], left_out)
-    files: list[Path] = loose
+    files, folders = _listed(folder, left_out)
+    classes = tuple(_shown(Path(each.name)) for each in folders)
     labels: Tensor | None = None
     if classes:
-        if loose:
+        if files:
             raise DataError(
                 f"--data: expected pictures in sub-folders (the classes) of {folder}, or beside "
-                f"one another and no sub-folders, got both: {loose[0].name} beside {classes[0]}/."
+                f"one another and no sub-folders, got both: {files[0].name} beside {classes[0]}/."
             )
-        inside = [sorted(_inside(folder / name, left_out)) for name in folders]
+        inside = [_all_below(each, left_out) for each in folders]
         files = [path for paths in inside for path in paths]
-        counts = [len(paths) for paths in inside]
-        labels = torch.repeat_interleave(torch.arange(len(classes)), torch.tensor(counts))
-        empty = [name for name, count in zip(classes, counts, strict=True) if not count]
+        counts = torch.tensor([len(paths) for paths in inside])
+        labels = torch.repeat_interleave(torch.arange(len(classes)), counts)
+        empty = [name for name, paths in zip(classes, inside, strict=True) if not paths]
         if files and empty:
             _warn(f"--data: {len(empty)} of {len(classes)} classes have no picture: {empty[0]}/.")
     if not files:
@@ -217,107 +191,66 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     if left_out:
         _warn(f"--data: {len(left_out)} files in {folder} were left out, such as {left_out[0]}.")
     shape = tuple(preparation.tensor(preparation.read(files[0])).shape)
+    size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // (4 * shape[0] * shape[1] * shape[2])))
     dataset = Pictures(files, labels, preparation, shape)
-    numbers = 4 * shape[0] * shape[1] * shape[2]
-    size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // numbers))
 
-    def relabelled(numbers: Tensor) -> Source:
-        assert labels is not None
-        other = replace(dataset, labels=numbers[labels])
-        loader = DataLoader(other, batch_size=size)
-        return replace(source, data=loader, dataset=other, targets=other.labels)
+    def relabelled(targets: Tensor) -> DataLoader[Any]:
+        return DataLoader(replace(dataset, labels=targets), batch_size=size)
 
-    source = Source(
+    return Source(
         data=DataLoader(dataset, batch_size=size),
         dataset=dataset,
         classes=classes or None,
-        names=tuple(_printable(path.relative_to(folder)) for path in files),
+        names=tuple(_shown(path.relative_to(folder)) for path in files),
         targets=labels,
         picture=lambda number: preparation.read(files[number]),
         fingerprint=_fingerprint(folder, files, preparation),
-        relabel=relabelled,
+        relabelled=relabelled,
     )
-    return source
 
 
-def _visible(folder: Path) -> list[os.DirEntry[str]]:
+def _listed(folder: Path, left_out: list[str]) -> tuple[list[Path], list[Path]]:
+    """Return the pictures and the folders in a folder; what is neither goes to `left_out`."""
     try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".")]
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(
             f"--data: expected a folder that can be read, got {folder}: {error.strerror}."
         ) from error
-    return sorted(found, key=lambda entry: entry.name)
-
-
-def _inside(folder: Path, left_out: list[str]) -> list[Path]:
-    """The pictures in a class's folder and in the folders in it."""
-    found: list[Path] = []
-    waiting = [folder]
-    while waiting:
-        entries = _visible(waiting.pop())
-        found += _pictures([entry for entry in entries if not _is_folder(entry)], left_out)
-        for entry in entries:
-            if not _is_folder(entry):
-                continue
-            if entry.is_symlink():
-                left_out.append(f"{_printable(Path(entry.path))} (a link to a folder)")
-            else:
-                waiting.append(Path(entry.path))
-    return found
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # links in a circle
-        return False
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
-
-
-def _pictures(entries: list[os.DirEntry[str]], left_out: list[str]) -> list[Path]:
-    found = []
-    for entry in entries:
-        if _is_file(entry) and entry.name.lower().endswith(ENDINGS):
-            found.append(Path(entry.path))
+    pictures, folders = [], []
+    for path in paths:
+        if path.name.lower().endswith(ENDINGS) and os.path.isfile(path):
+            pictures.append(path)
+        elif os.path.isdir(path):
+            folders.append(path)
         else:
-            left_out.append(_printable(Path(entry.path)))
-    return found
+            left_out.append(_shown(path))
+    return pictures, folders
+
+
+def _all_below(folder: Path, left_out: list[str]) -> list[Path]:
+    """Return the pictures of a class: in its folder and in the folders below."""
+    found, waiting = [], [folder]
+    while waiting:
+        pictures, folders = _listed(waiting.pop(), left_out)
+        found += pictures
+        waiting += [each for each in folders if not each.is_symlink()]
+        left_out += [
+            f"{_shown(each)} (a link to a folder)" for each in folders if each.is_symlink()
+        ]
+    return sorted(found)
 
 
 def _fingerprint(folder: Path, files: Sequence[Path], preparation: Preparation) -> str:
-    """Of names, lengths and times of the files, which are not read for it."""
-    try:
-        states = [(path, path.stat()) for path in files]
-    except OSError as error:
-        raise DataError(
-            f"--data: expected files that stay in {folder} while they are read, got "
-            f"{error.strerror} of {error.filename}."
-        ) from error
-    return fingerprint_of(
-        repr(preparation),
-        *(
-            os.fsencode(path.relative_to(folder)) + f":{s.st_size}:{s.st_mtime_ns}".encode()
-            for path, s in states
-        ),
-    )
+    """Return a digest of names, lengths and times of the files, which are not read for it."""
+    states = [(os.fsencode(path.relative_to(folder)), path.stat()) for path in files]
+    marks = [name + f":{at.st_size}:{at.st_mtime_ns}".encode() for name, at in states]
+    return fingerprint_of(repr(preparation), *marks)
 
 
-def _printable(path: Path) -> str:
-    """A name that can be shown and written as UTF-8, whatever bytes are in it."""
-    text = os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace")
-    return printable(text)
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return f"{shape[1]}×{shape[2]}"
+def _shown(path: Path) -> str:
+    """Return a name that can be shown and written as UTF-8, whatever bytes are in it."""
+    return printable(os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace"))
 
 
 def _warn(message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from deltabars.errors import DataError
 from deltabars.problem.batches import Batch, as_tensors, iterate, label_key, unlabelled
-from deltabars.problem.inputs import Inputs, Signature, leaves, map_leaves
-
-Picture = Callable[[int], np.ndarray]
+from deltabars.problem.inputs import Signature, leaves, map_leaves
 
 _READ_SIZE = 1024  # inputs, where they do not come in batches
 
@@ -35,7 +33,7 @@ class Source:
         fingerprint: of the data; None where it is not known without reading them.
         ordered: whether every pass has the same order.
         columns: of a table, the names of the numbers of an input.
-        relabel: the same data with other class numbers; None where they cannot be exchanged.
+        relabelled: `data` with other class numbers; None where they cannot be exchanged.
     """
 
     data: Any
@@ -43,21 +41,21 @@ class Source:
     classes: tuple[str, ...] | None = None
     names: tuple[str, ...] | None = None
     targets: Tensor | None = None
-    picture: Picture | None = None
+    picture: Callable[[int], np.ndarray] | None = None
     fingerprint: str | None = None
     ordered: bool = True
     columns: tuple[str, ...] | None = None
-    relabel: Callable[[Tensor], Source] | None = None
+    relabelled: Callable[[Tensor], Any] | None = None
 
     def __len__(self) -> int:
-        """How many inputs there are; 0 where that is not known without reading them."""
+        """Return how many inputs there are; 0 where that is not known without reading them."""
         data = self.data[0] if isinstance(self.data, tuple) else self.data
         if isinstance(data, torch.utils.data.DataLoader):
             data = data.dataset
         return len(data) if hasattr(data, "__len__") else 0
 
-    def batches(self, signature: Signature) -> Any:
-        """One pass in batches: inputs, and targets (or None) that belong to them.
+    def batches(self, signature: Signature) -> Iterator[Batch]:
+        """Yield one pass in batches: inputs, and targets (or None) that belong to them.
 
         Args:
             signature: of the inputs that the network was fitted with, which tells targets apart.
@@ -67,29 +65,30 @@ class Source:
             yield batch_of(raw, signature)
 
     def with_classes(self, classes: tuple[str, ...]) -> Source:
-        """The same data with the class numbers of a fit, by the names of the classes.
+        """Return the same data with the class numbers of a fit, by the names of the classes.
 
         Raises:
             DataError: there are other classes than those, or their numbers cannot be exchanged.
         """
-        given = self.classes
+        given, targets = self.classes, self.targets
         if given is None or given == classes:
             return replace(self, classes=classes)
         odd = [name for name in given if name not in classes]
         twice = len({*given}) < len(given) or len({*classes}) < len(classes)
-        if odd or twice or self.relabel is None:
-            why = odd or (["names that are there twice"] if twice else ["their order or number"])
+        if odd or twice or self.relabelled is None or targets is None:
+            why = odd or ["names that are there twice" if twice else "their order or number"]
             raise DataError(
                 f"--data: expected some of the {len(classes)} classes of the fit, or pictures "
                 f"without classes beside one another, got {len(given)} (the difference: "
                 f"{', '.join(why[:5])})."
             )
-        own = {name: number for number, name in enumerate(classes)}
-        numbers = torch.tensor([own[name] for name in given])
-        return replace(self.relabel(numbers), classes=classes)
+        targets = torch.tensor([classes.index(name) for name in given])[targets]
+        data = self.relabelled(targets)
+        dataset = data.dataset if isinstance(data, torch.utils.data.DataLoader) else self.dataset
+        return replace(self, data=data, dataset=dataset, targets=targets, classes=classes)
 
     def with_real_targets(self) -> Source:
-        """The same data whose whole numbers are real ones, for a regression.
+        """Return the same data whose whole numbers are real ones, for a regression.
 
         Of tensors without names of classes; other data are as they are.
         """
@@ -107,14 +106,15 @@ class Source:
             )
 
     def inputs(self, signature: Signature) -> Any:
-        """All inputs with access by number: the dataset, or one pass kept in memory."""
+        """Return all inputs with access by number: the dataset, or one pass kept in memory."""
         if self.dataset is not None:
             return self.dataset
         parts = [batch.inputs for batch in self.batches(signature)]
-        return _joined(parts)
+        joined = map(torch.cat, zip(*map(leaves, parts), strict=True))
+        return map_leaves(lambda _: next(joined), parts[0])
 
     def read_targets(self, signature: Signature) -> Tensor | None:
-        """The targets of all inputs, by one pass where they are not known; None if there are none.
+        """Return the targets of all inputs, by one pass where they are not known.
 
         Args:
             signature: as for `batches`.
@@ -126,17 +126,27 @@ class Source:
         return torch.cat(parts) if parts else None
 
     def name(self, number: int) -> str:
-        """The name of an input, or its number."""
+        """Return the name of an input, or its number."""
         return str(number) if self.names is None else self.names[number]
 
 
 def batch_of(raw: Any, signature: Signature) -> Batch:
-    """A batch as it is read, told apart into inputs and, where it has them, targets."""
-    return Batch(unlabelled(raw, signature).inputs, _targets(raw, signature))
+    """Return a raw batch as inputs and, where it has them, targets."""
+    found = None
+    if isinstance(raw, Mapping):
+        key = label_key(raw)
+        found = None if key is None or key in (signature.names or ()) else raw[key]
+    elif isinstance(raw, tuple | list) and (
+        len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
+    ):
+        found = raw[-1]
+    targets = as_tensors(found)
+    inputs = unlabelled(raw, signature).inputs
+    return Batch(inputs, targets if isinstance(targets, Tensor) else None)
 
 
 def fingerprint_of(*parts: Any) -> str:
-    """A digest of tensors, bytes and texts."""
+    """Return a digest of tensors, bytes and texts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
@@ -146,23 +156,3 @@ def fingerprint_of(*parts: Any) -> str:
             digest.update(part if isinstance(part, bytes) else str(part).encode())
         digest.update(b"\0")
     return digest.hexdigest()
-
-
-def _targets(raw: Any, signature: Signature) -> Tensor | None:
-    """The targets of a raw batch, where it has them."""
-    found = None
-    if isinstance(raw, Mapping):
-        key = label_key(raw)
-        found = None if key is None or key in (signature.names or ()) else raw[key]
-    elif isinstance(raw, tuple | list) and (
-        len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
-    ):
-        found = raw[-1]
-    found = as_tensors(found)
-    return found if isinstance(found, Tensor) else None
-
-
-def _joined(parts: list[Inputs]) -> Inputs:
-    columns = zip(*(leaves(part) for part in parts), strict=True)
-    joined = iter([torch.cat(column) for column in columns])
-    return map_leaves(lambda _: next(joined), parts[0])
