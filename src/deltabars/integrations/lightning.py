@@ -8,13 +8,9 @@ from deltabars.integrations.callbacks import FitsAtTheEnd
 try:
     from lightning.pytorch.callbacks import Callback
 except ImportError as error:
-    raise MissingDependencyError(
-        "This callback needs Lightning: pip install 'deltabars[lightning]'."
-    ) from error
+    needed = "This callback needs Lightning: pip install 'deltabars[lightning]'."
+    raise MissingDependencyError(needed) from error
 
 
 class DeltaBarsCallback(FitsAtTheEnd, Callback):
-    """Fits error bars at the end of `trainer.fit`, and scores predictions from then on.
-
-    Arguments, attributes and what is logged: see `FitsAtTheEnd`.
-    """
+    """Fits error bars at the end of `trainer.fit`: see `FitsAtTheEnd` for its arguments."""
