@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import math
+import warnings
 
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import deltabars
-from deltabars.errors import BadValueError, DataError, ModelWarning
+from deltabars.errors import DataError, ModelWarning
+from deltabars.integrations.callbacks import check_repeats, sequential
+from tests.launches import ended, launch_all
 from tests.networks import minimise
 
 # Lightning's own advice.
@@ -36,6 +40,7 @@ def examples(count, seed):
 
 
 TRAIN, VALIDATION, TEST = examples(61, 0), examples(40, 1), examples(35, 2)
+WHOLE = TensorDataset(*TRAIN)
 
 
 def loader(data, **options):
@@ -52,9 +57,10 @@ def lightning():
     return importlib.import_module("lightning.pytorch")
 
 
-def callback_of(library):
+def callback_of(library, **options):
     where = library.__name__.split(".")[0]
-    return importlib.import_module(f"deltabars.integrations.{where}").DeltaBarsCallback
+    made = importlib.import_module(f"deltabars.integrations.{where}").DeltaBarsCallback
+    return made(l2=L2, **options)
 
 
 def module_of(library, real=False):
@@ -69,22 +75,19 @@ def module_of(library, real=False):
         def forward(self, x):
             return self.net(x)
 
-        def loss(self, batch):
+        def training_step(self, batch, batch_idx, dataloader_idx=0):
             outputs = self(batch[0])
             if real:
                 return (outputs[:, 0] - batch[1]).square().mean()
             return nn.functional.cross_entropy(outputs, batch[1])
 
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch)
+        def validation_step(self, *batch):
+            self.log("loss", self.training_step(*batch))
 
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            self.log("val_loss", self.loss(batch))
+        def test_step(self, *batch):
+            self.log("loss", self.training_step(*batch))
 
-        def test_step(self, batch, batch_idx, dataloader_idx=0):
-            self.log("test_loss", self.loss(batch))
-
-        def predict_step(self, batch, batch_idx):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
             return self(batch[0])
 
         def configure_optimizers(self):
@@ -104,26 +107,24 @@ def trainer_of(library, folder, *callbacks, **options):
     return library.Trainer(default_root_dir=folder, callbacks=list(callbacks), **chosen)
 
 
-def by_hand(fit, data):
-    """The four numbers, without torchmetrics."""
+def by_hand(fit, data, stage="val", last=""):
+    """The four numbers, without torchmetrics, by the names that they are logged under."""
     out = fit.predict(data[0])
     wrong = out.label != data[1]
-    return {
+    values = {
         "score": float(out.score.mean()),
         "score_right": float(out.score[~wrong].mean()),
         "score_wrong": float(out.score[wrong].mean()),
         "error_auroc": roc_auc_score(wrong.numpy(), out.score.numpy()),
     }
-
-
-def named(stage, numbers, last=""):
-    return {f"deltabars/{stage}/{name}{last}": value for name, value in numbers.items()}
+    found = {f"deltabars/{stage}/{name}{last}": value for name, value in values.items()}
+    return pytest.approx(found, rel=1e-5)
 
 
 def test_training_to_prediction(library, tmp_path):
     module = module_of(library)
     path = tmp_path / "new" / "fit.deltabars"
-    callback = callback_of(library)(l2=L2, rank=20, save_to=path)
+    callback = callback_of(library, rank=20, save_to=path)
     trainer = trainer_of(library, tmp_path, callback)
     trainer.fit(module, loader(TRAIN, shuffle=True, drop_last=True), loader(VALIDATION))
     same = deltabars.fit(module, TRAIN, l2=L2, rank=20, progress=False)
@@ -132,20 +133,15 @@ def test_training_to_prediction(library, tmp_path):
     torch.testing.assert_close(callback.fit_.predict(TEST[0]).std, expected.std)
     torch.testing.assert_close(deltabars.load(path, module).predict(TEST[0]).std, expected.std)
 
-    answer = named("val", by_hand(same, VALIDATION))
-    assert callback.scores_ == pytest.approx(answer, rel=1e-5)
+    assert callback.scores_ == by_hand(same, VALIDATION)
     with open(tmp_path / "log" / "version_0" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    for name, value in answer.items():
-        (logged,) = [row[name] for row in rows if row.get(name)]
-        assert float(logged) == pytest.approx(value, rel=1e-5)
-
-    (results,) = trainer.test(module, loader(TEST), verbose=False)
-    answer = named("test", by_hand(same, TEST))
-    assert {name: results[name] for name in answer} == pytest.approx(answer, rel=1e-5)
-    (results,) = trainer.validate(module, loader(TEST), verbose=False)
-    answer = named("val", by_hand(same, TEST))
-    assert {name: results[name] for name in answer} == pytest.approx(answer, rel=1e-5)
+    logged = {name: [row[name] for row in rows if row.get(name)] for name in callback.scores_}
+    assert {name: float(value) for name, (value,) in logged.items()} == callback.scores_
+    for stage, run in (("test", trainer.test), ("val", trainer.validate)):
+        (results,) = run(module, loader(TEST), verbose=False)
+        assert results.pop("loss") > 0
+        assert results == by_hand(same, TEST, stage)
 
     outputs = trainer.predict(module, loader(TEST))
     (prediction,) = callback.predictions_
@@ -153,101 +149,130 @@ def test_training_to_prediction(library, tmp_path):
     torch.testing.assert_close(prediction.std, expected.std)
 
 
-def test_an_attribute_a_function_and_data_of_ones_own(lightning, tmp_path):
+def test_an_attribute_and_data_of_ones_own(lightning, tmp_path):
     module = module_of(lightning)
-    fits = []
-    for network in ("net", lambda module: module.net):
-        callback = callback_of(lightning)(
-            l2=L2, network=network, data=TRAIN, estimator="ggn", params=["2.*"]
-        )
-        trainer_of(lightning, tmp_path, callback).fit(module, loader(TRAIN))
-        fits.append(callback.fit_)
-        assert callback.scores_ == {}  # there is no validation set
-    same = deltabars.fit(module.net, TRAIN, l2=L2, estimator="ggn", params=["2.*"], progress=False)
-    for fit in fits:
-        torch.testing.assert_close(fit.predict(TEST[0]).std, same.predict(TEST[0]).std)
-    for network in ("missing", lambda module: 3):
-        callback = callback_of(lightning)(l2=L2, network=network)
-        with pytest.raises(BadValueError, match="network: expected the name"):
-            trainer_of(lightning, tmp_path, callback).fit(module, loader(TRAIN))
+    options = {"estimator": "ggn", "params": ["2.*"]}
+    callback = callback_of(lightning, network="net", data=TRAIN, **options)
+    trainer_of(lightning, tmp_path, callback).fit(module, loader(TRAIN))
+    assert callback.scores_ == {}  # there is no validation set
+    same = deltabars.fit(module.net, TRAIN, l2=L2, progress=False, **options)
+    torch.testing.assert_close(callback.fit_.predict(TEST[0]).std, same.predict(TEST[0]).std)
+    trainer = trainer_of(lightning, tmp_path, callback_of(lightning, network="missing"))
+    with pytest.raises(AttributeError, match="no attribute `missing`"):
+        trainer.fit(module, loader(TRAIN))
+    assert trainer.global_step == 0
 
 
 def test_several_loaders_have_names_of_their_own(lightning, tmp_path):
     module = module_of(lightning)
-    callback = callback_of(lightning)(l2=L2)
+    callback = callback_of(lightning)
     trainer = trainer_of(lightning, tmp_path, callback)
     trainer.fit(module, loader(TRAIN), [loader(VALIDATION), loader(TEST)])
-    expected = named("val", by_hand(callback.fit_, VALIDATION), "/dataloader_idx_0")
-    expected |= named("val", by_hand(callback.fit_, TEST), "/dataloader_idx_1")
-    assert callback.scores_ == pytest.approx(expected, rel=1e-5)
+    for number, data in enumerate((VALIDATION, TEST)):
+        last = f"/dataloader_idx_{number}"
+        found = {name: value for name, value in callback.scores_.items() if name.endswith(last)}
+        assert found == by_hand(callback.fit_, data, last=last)
+    trainer.predict(module, [loader(VALIDATION), loader(TEST)])
+    assert [len(each) for each in callback.predictions_] == [40, 35]
 
 
-def test_other_weights_are_not_scored(lightning, tmp_path):
+def test_without_a_fit_of_these_weights_nothing_is_scored(lightning, tmp_path):
     module = module_of(lightning)
-    callback = callback_of(lightning)(l2=L2)
+    callback = callback_of(lightning)
     trainer = trainer_of(lightning, tmp_path, callback)
+    assert list(trainer.test(module, loader(TEST), verbose=False)[0]) == ["loss"]
+    trainer.predict(module, loader(TEST))
+    assert callback.predictions_ == []
     trainer.fit(module, loader(TRAIN))
     with torch.no_grad():
         module.net[0].bias.add_(0.1)
     with pytest.warns(ModelWarning, match="expected the weights that were fitted"):
         (results,) = trainer.test(module, loader(TEST), verbose=False)
-    assert list(results) == ["test_loss"]
-
-
-def test_before_a_fit_nothing_is_scored(lightning, tmp_path):
-    callback = callback_of(lightning)(l2=L2)
-    trainer = trainer_of(lightning, tmp_path, callback)
-    (results,) = trainer.test(module_of(lightning), loader(TEST), verbose=False)
-    assert list(results) == ["test_loss"]
-    trainer.predict(module_of(lightning), loader(TEST))
-    assert callback.predictions_ == []
+    assert list(results) == ["loss"]
+    trial = callback_of(lightning)
+    trainer = trainer_of(lightning, tmp_path, trial, fast_dev_run=True, logger=False)
+    trainer.fit(module_of(lightning), loader(TRAIN), loader(VALIDATION))
+    assert trial.fit_ is None
 
 
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
 def test_regression_has_a_mean_score_alone(lightning, tmp_path):
     module = module_of(lightning, real=True)
     real = (TRAIN[0], TRAIN[0].sin().sum(1))
-    data = (real[0], real[1][:, None])
-    callback = callback_of(lightning)(l2=L2, likelihood="gaussian", data=data)
+    callback = callback_of(lightning, likelihood="gaussian")
     trainer_of(lightning, tmp_path, callback).fit(module, loader(real), loader(real))
     score = float(callback.fit_.predict(real[0]).score.mean())
     assert callback.scores_ == pytest.approx({"deltabars/val/score": score})
 
 
-def test_a_trial_run_fits_nothing(lightning, tmp_path):
-    callback = callback_of(lightning)(l2=L2)
-    trainer = trainer_of(lightning, tmp_path, callback, fast_dev_run=True, logger=False)
-    trainer.fit(module_of(lightning), loader(TRAIN), loader(VALIDATION))
-    assert callback.fit_ is None
-
-
-class Trembling(Dataset):
+class Trembling(TensorDataset):
     """Random augmentation."""
-
-    def __len__(self):
-        return 30
 
     def __getitem__(self, i):
         return TRAIN[0][i] + 0.1 * torch.randn(4), TRAIN[1][i]
 
 
 def test_augmentation_is_refused_before_the_training(lightning, tmp_path):
-    module = module_of(lightning)
-    trainer = trainer_of(lightning, tmp_path, callback_of(lightning)(l2=L2))
+    trainer = trainer_of(lightning, tmp_path, callback_of(lightning))
     with pytest.raises(DataError, match="Give the training data without it with data="):
-        trainer.fit(module, DataLoader(Trembling(), batch_size=8))
+        trainer.fit(module_of(lightning), DataLoader(Trembling(*TRAIN), batch_size=8))
     assert trainer.global_step == 0
 
 
 def test_without_a_wrong_prediction_there_is_no_area(lightning, tmp_path):
     module = module_of(lightning)
-    right = Subset(
-        TensorDataset(*TRAIN), (module(TRAIN[0]).argmax(1) == TRAIN[1]).nonzero()[:, 0].tolist()
-    )
-    callback = callback_of(lightning)(l2=L2)
-    trainer_of(lightning, tmp_path, callback).fit(
-        module, loader(TRAIN), DataLoader(right, batch_size=8)
-    )
+    right = (module(TRAIN[0]).argmax(1) == TRAIN[1]).nonzero()[:, 0].tolist()
+    callback = callback_of(lightning)
+    trainer = trainer_of(lightning, tmp_path, callback)
+    trainer.fit(module, loader(TRAIN), DataLoader(Subset(WHOLE, right), batch_size=8))
     assert math.isnan(callback.scores_["deltabars/val/score_wrong"])
     assert math.isnan(callback.scores_["deltabars/val/error_auroc"])
     assert callback.scores_["deltabars/val/score"] > 0
+
+
+def test_examples_come_in_order():
+    parts = [(TRAIN[0][:30], TRAIN[1][:30]), (TRAIN[0][30:], TRAIN[1][30:])]
+    for given in (
+        DataLoader(WHOLE, batch_size=7, shuffle=True, drop_last=True),
+        DataLoader(parts, batch_size=None),  # batches that a dataset makes itself
+    ):
+        again = sequential(given)
+        check_repeats(again)
+        for _ in range(2):
+            assert torch.equal(torch.cat([batch[0] for batch in again]), TRAIN[0])
+    for given, said in (
+        (DataLoader(WHOLE, sampler=WeightedRandomSampler(torch.ones(61), 61)), "a Weighted"),
+        (DataLoader(WHOLE, batch_sampler=[[1, 2], [3]]), "a list"),
+        ({"a": DataLoader(WHOLE), "b": DataLoader(WHOLE)}, "dict"),
+    ):
+        with pytest.raises(DataError, match=f"got {said}.* Give the training data with data="):
+            sequential(given)
+
+
+def train(rank, folder):
+    """Train, fit and test on one of two processes."""
+    warnings.simplefilter("ignore")
+    library = importlib.import_module("lightning.pytorch")
+    callback = callback_of(library, rank=20, save_to=folder / "fit.deltabars")
+    options = {"devices": 2, "strategy": "ddp", "logger": False, "enable_checkpointing": False}
+    trainer = trainer_of(library, folder, callback, **options)
+    module = module_of(library)
+    trainer.fit(module, loader(TRAIN, shuffle=True), loader(VALIDATION))
+    tested = trainer.test(module, loader(VALIDATION), verbose=False)[0]
+    found = {"scores": callback.scores_, "tested": tested, "N": callback.fit_.num_examples}
+    assert trainer.global_rank == rank
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return 0
+
+
+def test_two_processes_score_what_one_does(lightning, tmp_path):
+    said, elastic = tmp_path / "said", {"TORCHELASTIC_RUN_ID": "one"}
+    processes = launch_all(2, lambda rank: train(rank, tmp_path), said, elastic)
+    assert ended(processes) == [0, 0], (tmp_path / "said.0").read_text()
+    alone = deltabars.load(tmp_path / "fit.deltabars", module_of(lightning))
+    answer = by_hand(alone, VALIDATION, "test")
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["N"] == len(TRAIN[0])  # each has all of the data, not its share
+        assert found["scores"] == answer
+        assert {name: found["tested"][name] for name in found["scores"]} == answer

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
-from deltabars.errors import BadValueError, DataError, ModelWarning
+from deltabars.errors import DataError, ModelWarning
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.integrations.torchmetrics import ScoreSummary
@@ -84,8 +82,8 @@ class FitsAtTheEnd:
         data: the training data as they are without shuffling, augmentation or `drop_last`; by
             default those of the trainer's own loader, in order. What cannot be read in order, or
             not twice alike, is refused when the training starts.
-        network: which module to fit: the name of an attribute of the LightningModule (`"net"`), or
-            a function of it; the LightningModule itself, called by its `forward`, by default.
+        network: the name of the module to fit in the LightningModule (`"net"`); the LightningModule
+            itself, called by its `forward`, by default.
         save_to: a file to save the fit to.
         options: the other arguments of `deltabars.fit`: `params`, `likelihood`, ….
 
@@ -102,7 +100,7 @@ class FitsAtTheEnd:
         estimator: str = DEFAULT_ESTIMATOR,
         rank: int | str | None = None,
         data: Any = None,
-        network: str | Callable[[Any], nn.Module] | None = None,
+        network: str = "",
         save_to: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
@@ -118,7 +116,7 @@ class FitsAtTheEnd:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """See that the data can be read in order, before the training rather than after it."""
-        self._chosen(pl_module)
+        pl_module.get_submodule(self._network)
         if self._data is None and not trainer.fast_dev_run:
             check_repeats(sequential(trainer.train_dataloader))
 
@@ -129,88 +127,58 @@ class FitsAtTheEnd:
         data = sequential(trainer.train_dataloader) if self._data is None else self._data
         options = {"progress": trainer.progress_bar_callback is not None, **self._options}
         with alone():  # each process has all of the data, and the fit whole
-            self.fit_ = fit(self._chosen(pl_module), data, **options)
+            self.fit_ = fit(pl_module.get_submodule(self._network), data, **options)
         if self._save_to is not None and trainer.is_global_zero:
             Path(self._save_to).parent.mkdir(parents=True, exist_ok=True)
             self.fit_.save(self._save_to)
         self._prepare(pl_module)
-        loaders = trainer.val_dataloaders or []
-        for number, loader in enumerate(
-            loaders if isinstance(loaders, list | tuple) else [loaders]
-        ):
+        given = trainer.val_dataloaders or []
+        loaders = given if isinstance(given, list | tuple) else [given]
+        for number, loader in enumerate(loaders):
             for batch in loader:
                 self._score(batch, number)
         values = self._summarise("val")
         for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step=trainer.global_step)
 
-    # Lightning calls these with (outputs, batch, batch_idx) and, of several loaders, its number.
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Get ready, unless this validation is part of a training."""
-        if trainer.state.fn == "validate":
-            self._prepare(pl_module)
-
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
-        """Score a batch."""
-        if trainer.state.fn == "validate":
-            self._score(given[1], *given[3:])
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the scores."""
-        if trainer.state.fn == "validate":
-            pl_module.log_dict(self._summarise("val"), sync_dist=True)
+    # A validation within a training is not scored: its weights are not the last.
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Get ready."""
-        self._prepare(pl_module)
+        if trainer.state.fn != "fit":
+            self._prepare(pl_module)
 
     def on_test_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
-        """Score a batch."""
-        self._score(given[1], *given[3:])
+        """Score a batch; given are outputs, batch, batch_idx and, of several loaders, its index."""
+        if trainer.state.fn != "fit":
+            self._score(given[1], *given[3:])
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the scores."""
-        pl_module.log_dict(self._summarise("test"), sync_dist=True)
+        if trainer.state.fn != "fit":
+            stage = "val" if trainer.state.fn == "validate" else "test"
+            pl_module.log_dict(self._summarise(stage), sync_dist=True)
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Get ready."""
-        self._prepare(pl_module)
+    on_validation_start = on_predict_start = on_test_start
+    on_validation_batch_end, on_validation_epoch_end = on_test_batch_end, on_test_epoch_end
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
         """Predict a batch with error bars."""
         if self._scorer is not None:
-            number = given[3] if len(given) > 3 else 0
             found = self._scorer.predict(given[1]).to("cpu")
-            self._collected.setdefault(number, []).append(found)
+            self._collected.setdefault(given[3] if given[3:] else 0, []).append(found)
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
         """Join the batches of each loader."""
-        self.predictions_ = [
-            Prediction.concatenate(self._collected[number]) for number in sorted(self._collected)
-        ]
-
-    def _chosen(self, pl_module: Any) -> nn.Module:
-        """Return the module to fit."""
-        found = pl_module
-        if isinstance(self._network, str):
-            found = getattr(pl_module, self._network, None)
-        elif self._network is not None:
-            found = self._network(pl_module)
-        if not isinstance(found, nn.Module):
-            raise BadValueError(
-                "network: expected the name of a module's attribute that is a torch.nn.Module, or "
-                f"a function that gives one, got {self._network!r}, which gives "
-                f"{type(found).__name__}."
-            )
-        return found
+        parts = [self._collected[number] for number in sorted(self._collected)]
+        self.predictions_ = [Prediction.concatenate(each) for each in parts]
 
     def _prepare(self, pl_module: Any) -> None:
         """Forget earlier scores; without a fit of these very weights there will be none."""
         self._scorer, self._summaries, self._collected = None, {}, {}
         if self.fit_ is None:
             return
-        if fingerprint(self._chosen(pl_module)) == self.fit_.weights:
+        if fingerprint(pl_module.get_submodule(self._network)) == self.fit_.weights:
             self._scorer = self.fit_.with_progress(False)  # a bar a batch is too many
             return
         warnings.warn(

@@ -22,8 +22,7 @@ def train_to_convergence(
         The norm of the cost's gradient at the end.
     """
     kind = next(model.parameters()).dtype
-    model.double()
-    weights = list(model.parameters())
+    weights = list(model.double().parameters())
     optimiser = torch.optim.LBFGS(
         weights, max_iter=steps, history_size=30, line_search_fn="strong_wolfe",
         tolerance_grad=1e-7, tolerance_change=0.0,
@@ -31,14 +30,14 @@ def train_to_convergence(
 
     def cost() -> Tensor:
         optimiser.zero_grad()
-        mean = loss(model(images.double()), labels)
-        total: Tensor = mean + 0.5 * l2 * sum(w.square().sum() for w in weights)
+        total = loss(model(images.double()), labels)
+        total = total + 0.5 * l2 * sum(weight.square().sum() for weight in weights)
         total.backward()
         return total
 
     optimiser.step(cost)
     cost()
-    norm = torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()
+    norm = nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
     optimiser.zero_grad()
     model.to(kind).eval()
     return float(norm)

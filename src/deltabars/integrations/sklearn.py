@@ -29,9 +29,8 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
-    raise MissingDependencyError(
-        "These estimators need scikit-learn 1.6 or later: pip install 'deltabars[sklearn]'."
-    ) from error
+    needed = "These estimators need scikit-learn 1.6 or later: pip install 'deltabars[sklearn]'."
+    raise MissingDependencyError(needed) from error
 
 Builder = Callable[[int, int], nn.Module]
 
@@ -44,6 +43,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
     network_: nn.Module
     fit_: DeltaFit
     n_features_in_: int
+    _flat = False  # whether the targets are a column without a dimension of its own
 
     def __init__(
         self,
@@ -67,13 +67,17 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def predict_error_bars(self, X: Any, **options: Any) -> Prediction:
-        """All that deltabars knows of the predictions, as a Prediction.
+        """Return all that deltabars knows of the predictions.
 
         Args:
             X: inputs, as in `fit`.
             options: of `DeltaFit.predict`.
         """
         return self.fit_.predict(self._inputs(X), **options)
+
+    def predict_std(self, X: Any) -> np.ndarray:
+        """Return the error bars of the predictions: of `predict_proba`, or of a regression."""
+        return self._like_y(self.predict_error_bars(X, moderation=None).std)
 
     def _fit(self, X: Any, targets: Tensor, outputs: int, likelihood: Likelihood | str) -> None:
         inputs = torch.tensor(X)  # a copy: the array may be read-only
@@ -91,7 +95,9 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
                     "Train the network yourself and give prefit=True."
                 )
             self.network_ = self._built(X.shape[1], outputs).double()
-            loss = _half_squares if isinstance(likelihood, Gaussian) else _cross_entropy
+            loss = (
+                _half_squares if isinstance(likelihood, Gaussian) else nn.functional.cross_entropy
+            )
             train_to_convergence(self.network_, inputs, targets, self.l2, self.steps, loss)
         kind = next(self.network_.parameters()).dtype
         self.fit_ = fit_error_bars(
@@ -106,48 +112,43 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         )
 
     def _built(self, features: int, outputs: int) -> nn.Module:
-        """A network to train: a copy of the given one, what the function gives, or a default."""
+        """Return a network to train: a copy of the given one, what its function gives, or ours."""
         if isinstance(self.network, nn.Module):
             return deepcopy(self.network)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(check_random_state(self.random_state).randint(2**31 - 1))
             if self.network is not None:
                 return self.network(features, outputs)
-            return nn.Sequential(
-                nn.Linear(features, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, outputs)
-            )
+            hidden = nn.Linear(features, _HIDDEN)
+            return nn.Sequential(hidden, nn.Tanh(), nn.Linear(_HIDDEN, outputs))
+
+    def _checked(self, *data: Any, **options: Any) -> Any:
+        """Return data as scikit-learn checks them; those of our own network are tables."""
+        allow_nd = self.network is not None
+        return validate_data(self, *data, dtype=np.float64, allow_nd=allow_nd, **options)
+
+    def _like_y(self, values: Tensor) -> np.ndarray:
+        plain: np.ndarray = values.cpu().numpy()
+        return plain[:, 0] if self._flat else plain
 
     def _inputs(self, X: Any) -> Tensor:
         check_is_fitted(self, "fit_")
-        X = validate_data(self, X, reset=False, dtype=np.float64, allow_nd=self._takes_images)
-        return torch.tensor(X, dtype=self.fit_.network.dtype)
+        return torch.tensor(self._checked(X, reset=False), dtype=self.fit_.network.dtype)
 
     def _means(self, X: Any) -> Tensor:
-        """The predictions without error bars: one pass through the network."""
+        """Return the predictions without error bars: one pass through the network."""
         inputs = self._inputs(X)
         network = self.fit_.network
         with torch.no_grad(), network.evaluation():
             outputs = network.outputs(network.trained, inputs.to(network.device))
         return self.fit_.likelihood.mean(outputs).cpu()
 
-    @property
-    def _takes_images(self) -> bool:
-        return self.network is not None
-
 
 class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
     """A classifier whose probabilities have error bars.
 
-    Args:
-        network: the number of features and of classes to a `torch.nn.Module` that gives logits; or
-            a module, of which a copy is trained; or, with `prefit=True`, a trained one, which is
-            used as it is. By default one hidden layer of 16 tanh units.
-        l2: λ of mean cross-entropy + (λ/2)·‖ω‖².
-        estimator, rank, params: as for `deltabars.fit`.
-        prefit: whether the network is trained already; `fit` then computes the error bars alone.
-            The classes are then those of `y`, in order, and the network's outputs too.
-        steps: of L-BFGS at the most, on all data at once.
-        random_state: of the initial weights.
+    Its arguments are those of `DeltaRegressor`, with l2 of mean cross-entropy + (λ/2)·‖ω‖², and the
+    network gives logits. With `prefit=True` its outputs are the classes of `y`, in order.
 
     Attributes:
         classes_: the labels, in the order of the columns.
@@ -159,7 +160,7 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> DeltaClassifier:
         """Train the network, unless it is trained already, and compute its error bars."""
-        X, y = validate_data(self, X, y, dtype=np.float64, allow_nd=self._takes_images)
+        X, y = self._checked(X, y)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -168,20 +169,16 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most probable labels (n,)."""
+        """Return the most probable labels (n,)."""
         chosen = self._means(X).argmax(1)
         return self.classes_[chosen.numpy()]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities (n, C), in the order of `classes_`."""
+        """Return class probabilities (n, C), in the order of `classes_`."""
         return self._means(X).numpy()
 
-    def predict_std(self, X: Any) -> np.ndarray:
-        """The error bars (n, C) of `predict_proba`."""
-        return self.predict_error_bars(X, moderation=None).std.cpu().numpy()
-
     def predict_uncertainty(self, X: Any) -> np.ndarray:
-        """One number an input (n,), to rank or to threshold: the score of a Prediction."""
+        """Return one number an input (n,), to rank or to threshold: the score of a Prediction."""
         return self.predict_error_bars(X, moderation=None).score.cpu().numpy()
 
 
@@ -196,7 +193,7 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         estimator, rank, params: as for `deltabars.fit`; with `"ggn"` a linear network is Bayesian
             linear regression.
         prefit: whether the network is trained already; `fit` then computes the error bars alone.
-        steps: of L-BFGS at the most, on all data at once.
+        steps: of L-BFGS at most, on all data at once.
         random_state: of the initial weights.
 
     Attributes:
@@ -206,16 +203,7 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> DeltaRegressor:
         """Train the network, unless it is trained already, and compute its error bars."""
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            dtype=np.float64,
-            y_numeric=True,
-            multi_output=True,
-            ensure_min_samples=2,
-            allow_nd=self._takes_images,
-        )
+        X, y = self._checked(X, y, y_numeric=True, multi_output=True, ensure_min_samples=2)
         self._flat = y.ndim == 1
         targets = torch.tensor(y, dtype=torch.float64).reshape(len(y), -1)
         self._fit(X, targets, targets.shape[1], Gaussian(None))  # the noise is estimated
@@ -227,7 +215,7 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         return tags
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """The predictions (n,) or (n, C), as `y` was; with `return_std`, (mean, std).
+        """Return the predictions (n,) or (n, C), as `y` was; with `return_std`, (mean, std).
 
         The std is that of the prediction, not of a target to come (see `predict_interval`).
         """
@@ -236,22 +224,10 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         out = self.predict_error_bars(X)
         return self._like_y(out.mean), self._like_y(out.std)
 
-    def predict_std(self, X: Any) -> np.ndarray:
-        """The error bars of `predict`."""
-        return self._like_y(self.predict_error_bars(X).std)
-
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of the intervals that targets to come lie in, in a share `level` of cases."""
+        """Return the ends of intervals that hold targets to come, in a share `level` of cases."""
         low, high = self.predict_error_bars(X).interval(level)
         return self._like_y(low), self._like_y(high)
-
-    def _like_y(self, values: Tensor) -> np.ndarray:
-        plain: np.ndarray = values.cpu().numpy()
-        return plain[:, 0] if self._flat else plain
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets)
 
 
 def _half_squares(outputs: Tensor, targets: Tensor) -> Tensor:
