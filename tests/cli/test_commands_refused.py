@@ -138,7 +138,7 @@ FIT = [
     ("mixed sizes", ("--data", "data"), "8×8 first and 9×8 in data/4/b.png. Resize"),
     ("not an image", ("--data", "data"), "data/3/b.png, which is broken or is none"),
     ("truncated", ("--data", "data"), "data/3/b.png, which is broken"),
-    ("sixteen bits", ("--data", "data"), "data/3/b.png, which is broken or is none (its mode is I;16"),
+    ("sixteen bits", ("--data", "data"), "is broken or is none (its mode is I;16"),
     ("huge", ("--data", "data"), "data/3/b.png, which is broken or is none (Image size"),
     ("beside", ("--data", "data"), "got both: loose.png beside 0/"),
     ("few classes", ("--data", "data"), "got 1 in data for outputs of shape (10,)"),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_model
-from torch import nn
 
+import deltabars
+from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError, DataError, DataWarning
 from deltabars.problem.inputs import Signature
 from deltabars.recipes.images import read_mnist
+from tests.scans import only_line
 from tests.workshop import TEST, TRAIN
 
 DATA = """\
@@ -55,16 +61,24 @@ def words():
 """
 
 
+NET = """\
+import deltabars
+import torch
+
+
+@deltabars.trained
+def make(outputs=3):
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, outputs)
+"""
+
+
 @pytest.fixture
 def data_file(tmp_path):
     (tmp_path / "helper.py").write_text("")
     path = tmp_path / "data.py"
     path.write_text(DATA)
     return path
-
-
-def signature(inputs):
-    return Signature.of(inputs)
 
 
 class TestModels:
@@ -82,20 +96,18 @@ class TestModels:
         Path("my_net_for_test.py").write_text("from torch import nn\nmake = nn.Linear\n")
         sizes = {"in_features": 2, "out_features": 3}
         for spec in ("my_net_for_test:make", "torch.nn:Linear"):
-            found = NamedModel(spec, arguments=sizes).load()
-            assert isinstance(found, nn.Linear)
-            assert found.out_features == 3
+            assert NamedModel(spec, arguments=sizes).load().out_features == 3
         assert str(tmp_path) not in sys.path
 
     def test_tied_weights_have_one_name_in_the_file(self, tmp_path):
-        path = tmp_path / "tied.py"
-        path.write_text(
+        (tmp_path / "tied.py").write_text(
             "from torch import nn\n\ndef make():\n    net = nn.Sequential(nn.Linear(3, 3), "
             "nn.Linear(3, 3))\n    net[1].weight = net[0].weight\n    return net\n"
         )
-        model = NamedModel(f"{path}:make").load()
-        save_model(model, str(tmp_path / "tied.safetensors"))
-        again = NamedModel(f"{path}:make", str(tmp_path / "tied.safetensors")).load()
+        spec, path = f"{tmp_path / 'tied.py'}:make", str(tmp_path / "tied.safetensors")
+        model = NamedModel(spec).load()
+        save_model(model, path)
+        again = NamedModel(spec, path).load()
         assert torch.equal(again[0].weight, model[0].weight)
         assert again[1].weight is again[0].weight
 
@@ -111,21 +123,19 @@ class TestModels:
 
 class TestFolders:
     def test_classes_names_and_pixels(self, workshop):
+        images, labels = workshop.train
         source = NamedData(str(workshop.folder / "train"), gray=True).load()
         assert len(source) == TRAIN
         assert source.classes == tuple(f"digit {k}" for k in range(10))
-        assert torch.equal(source.targets, workshop.train[1])
-        batches = list(source.batches(signature(workshop.train[0])))
-        assert torch.equal(torch.cat([batch.inputs for batch in batches]), workshop.train[0])
-        assert torch.equal(torch.cat([batch.targets for batch in batches]), workshop.train[1])
-        assert np.array_equal(source.picture(5), workshop.train[0][5, 0].numpy() * 255)
+        assert torch.equal(source.targets, labels)
+        batches = list(source.batches(Signature.of(images)))
+        assert torch.equal(torch.cat([batch.inputs for batch in batches]), images)
+        assert torch.equal(torch.cat([batch.targets for batch in batches]), labels)
+        assert np.array_equal(source.picture(5), images[5, 0].numpy() * 255)
         assert source.names[0].startswith("digit 0/")
-
-    def test_a_flat_folder_has_no_targets(self, workshop):
-        source = NamedData(str(workshop.folder / "flat"), gray=True).load()
-        assert source.classes is None
-        assert source.targets is None
-        (batch,) = source.batches(signature(workshop.test[0]))
+        flat = NamedData(str(workshop.folder / "flat"), gray=True).load()
+        assert flat.classes is flat.targets is None
+        (batch,) = flat.batches(Signature.of(images))
         assert batch.targets is None
         assert batch.inputs.shape == (TEST, 1, 8, 8)
 
@@ -168,23 +178,18 @@ class TestFolders:
         (tmp_path / "b").mkdir()
         Image.new("L", (2, 2)).save(tmp_path / "b" / "x.png")
         with pytest.warns(DataWarning, match=r"1 of 2 classes have no picture: a/"):
-            source = NamedData(str(tmp_path)).load()
-        assert source.targets.tolist() == [1]
+            assert NamedData(str(tmp_path)).load().targets.tolist() == [1]
 
-    def test_odd_names_can_be_printed(self, tmp_path):
+    def test_odd_names_and_the_fingerprint(self, tmp_path):
         for name in (b"line\nbreak.png", b"latin \xe9.png", "größe ✓.png".encode()):
             Image.new("L", (2, 2)).save(os.fsdecode(os.fsencode(tmp_path) + b"/" + name), "PNG")
-        names = NamedData(str(tmp_path)).load().names
-        assert set(names) == {"line\\nbreak.png", "latin \\xe9.png", "größe ✓.png"}
-
-    def test_the_fingerprint_tells_changes(self, tmp_path):
-        for name in ("a.png", "b.png"):
-            Image.new("L", (2, 2)).save(tmp_path / name)
-        first = NamedData(str(tmp_path)).load().fingerprint
-        assert NamedData(str(tmp_path)).load().fingerprint == first
-        assert NamedData(str(tmp_path), gray=True).load().fingerprint != first
-        os.utime(tmp_path / "b.png", (1, 1))
-        assert NamedData(str(tmp_path)).load().fingerprint != first
+        first, again, gray = (
+            NamedData(str(tmp_path), gray=gray).load() for gray in (False, False, True)
+        )
+        assert set(first.names) == {"line\\nbreak.png", "latin \\xe9.png", "größe ✓.png"}
+        assert again.fingerprint == first.fingerprint != gray.fingerprint
+        os.utime(tmp_path / "größe ✓.png", (1, 1))
+        assert NamedData(str(tmp_path)).load().fingerprint != first.fingerprint
 
 
 class TestArrays:
@@ -241,26 +246,157 @@ class TestFactories:
     def test_all_kinds_give_the_same_batches(self, name, data_file):
         source = NamedData(f"{data_file}:{name}").load()
         pair = NamedData(f"{data_file}:pair").load().data
-        batches = list(source.batches(signature(pair[0])))
+        batches = list(source.batches(Signature.of(pair[0])))
         assert torch.equal(torch.cat([batch.inputs for batch in batches]), pair[0])
         assert torch.equal(torch.cat([batch.targets for batch in batches]), pair[1])
         assert len(source) == 6
         assert source.classes == (("cat", "dog") if name in ("dataset", "loader") else None)
-        inputs = source.inputs(signature(pair[0]))
+        inputs = source.inputs(Signature.of(pair[0]))
         assert torch.equal(inputs[2][0] if name == "dataset" else inputs[2], pair[0][2])
 
     def test_arguments_and_inputs_alone(self, data_file):
         assert len(NamedData(f"{data_file}:tensors", arguments={"count": 2}).load()) == 2
         source = NamedData(f"{data_file}:inputs").load()
-        (batch,) = source.batches(signature(source.data))
+        (batch,) = source.batches(Signature.of(source.data))
         assert batch.targets is None
 
     def test_refused(self, data_file):
         with pytest.raises(DataError, match="same order on every pass"):
-            list(NamedData(f"{data_file}:shuffled").load().batches(signature(torch.zeros(1, 2))))
+            list(NamedData(f"{data_file}:shuffled").load().batches(Signature.of(torch.zeros(1, 2))))
         with pytest.raises(DataError, match=r"from .*words, got a str"):
             NamedData(f"{data_file}:words").load()
         with pytest.raises(DataError, match="which is no function"):
             NamedData(f"{data_file}:pair", arguments={"a": 1}).load()
         with pytest.raises(BadValueError, match="--mean: expected data of the kind folder or npz"):
             NamedData(f"{data_file}:pair", mean=(1.0,)).load()
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+class TestTables:
+    @pytest.fixture
+    def place(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "net.py").write_text(NET)
+        draw = np.random.default_rng(0)
+        table = {f"x{k}": draw.normal(size=60).astype(np.float32) for k in range(4)}
+        frame = pandas.DataFrame(table)
+        frame.insert(2, "kind", np.array(["cat", "ant", "bee"])[np.arange(60) % 3])
+        return frame
+
+    def fit(self, data, *options):
+        given = ("--model", "net.py:make", "--data", data, "--l2", "0.5", "--device", "cpu")
+        return main(["fit", *given, "--out", "run", "--quiet", "--overwrite", *map(str, options)])
+
+    def predict(self, data):
+        options = ("--quiet", "--out", "a.csv", "--overwrite")
+        code = main(["predict", "run", "--data", data, *options])
+        return pandas.read_csv("a.csv") if code == 0 else None
+
+    @pytest.mark.parametrize("ending", ["csv", "parquet", "tsv.csv"])
+    def test_names_of_classes_as_targets(self, ending, place):
+        def write(frame, name):
+            if ending == "parquet":
+                frame.to_parquet(f"{name}.{ending}", index=False)
+            else:
+                separator = "\t" if "tsv" in ending else ","
+                frame.to_csv(f"{name}.{ending}", index=False, sep=separator)
+            return f"{name}.{ending}"
+
+        assert self.fit(write(place, "train"), "--target", "kind") == 0
+        run = Run.open("run")
+        assert run.classes == ("ant", "bee", "cat")
+        x = torch.tensor(place.drop(columns="kind").to_numpy())
+        y = torch.tensor([{"ant": 0, "bee": 1, "cat": 2}[kind] for kind in place["kind"]])
+        model = run.model.load()
+        expected = deltabars.fit(model, (x, y), l2=0.5, progress=False).predict(x)
+        found = self.predict(write(place, "test"))
+        for k, name in enumerate(run.classes):
+            assert np.allclose(found[f"std_{name}"], expected.std[:, k].numpy(), rtol=1e-5)
+        assert found["target_name"].tolist() == place["kind"].tolist()
+        some = place[place["kind"] != "ant"]  # the classes that are there are found by their names
+        assert self.predict(write(some, "some"))["target_name"].tolist() == some["kind"].tolist()
+        assert "target" not in self.predict(write(place.drop(columns="kind"), "plain"))
+
+    def test_numbers_as_targets(self, place):
+        for values, likelihood, outputs in (
+            (np.arange(60) % 3, "categorical", 3),
+            (np.linspace(-1, 1, 60), "gaussian", 1),
+            (np.arange(60) % 7 - 3, "gaussian", 1),
+        ):
+            place.assign(kind=values).to_csv("train.csv", index=False)
+            options = ("--target", "kind", "--likelihood", likelihood)
+            made = ("--model-args", json.dumps({"outputs": outputs}))
+            assert self.fit("train.csv", *options, *made) == 0
+            target = self.predict("train.csv")["target"]
+            assert np.allclose(target, values)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda t: t.assign(x1="red"), "got others: x1. Leave them out"),
+            (lambda t: t.assign(x1=t["x1"].mask(t.index < 7)), "missing ones: 7 in 'x1'"),
+            (lambda t: t.assign(kind=t["kind"].mask(t.index < 2)), "2 in 'kind'"),
+            (lambda t: t.rename(columns={"kind": "sort"}), "--target: expected a column"),
+            (lambda t: t.rename(columns={"x1": ""}), "index=False"),
+            (lambda t: t[:0], "expected rows"),
+        ],
+    )
+    @pytest.mark.parametrize("ending", ["csv", "parquet"])
+    def test_refused_at_the_fit(self, change, said, ending, place, capsys):
+        frame = change(place)
+        write = frame.to_csv if ending == "csv" else frame.to_parquet
+        write(f"train.{ending}", index=False)
+        assert self.fit(f"train.{ending}", "--target", "kind") == 1
+        assert said in only_line(capsys)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda t: t.drop(columns="x3"), "(the difference: x3)"),
+            (lambda t: t.assign(other=1.0), "(the difference: other)"),
+            (lambda t: t[["x1", "x0", "x2", "x3"]], "(another order)"),
+            (lambda t: t.assign(kind="dog"), "some of the 3 classes of the fit"),
+        ],
+    )
+    def test_refused_at_a_prediction(self, change, said, place, capsys):
+        place.to_csv("train.csv", index=False)
+        assert self.fit("train.csv", "--target", "kind") == 0
+        change(place).to_csv("test.csv", index=False)
+        capsys.readouterr()
+        assert self.predict("test.csv") is None
+        assert said in only_line(capsys)
+
+    def test_files_that_are_none(self, place, capsys):
+        for name, content in (("a.csv", b"\xff\xfe"), ("b.csv", b""), ("c.csv", b"a,b\n1\n"), ("e.csv", b"a,b\n1,2,3\n4,5,6\n"),
+                              ("d.parquet", b"PAR1 no")):  # fmt: skip
+            Path(name).write_bytes(content)
+            assert self.fit(name, "--target", "b") == 1
+            assert only_line(capsys).startswith("deltabars: --data: expected")
+        assert self.fit("none.csv", "--target", "b") == 1
+        assert "does not exist" in only_line(capsys)
+
+
+class TestClassesByName:
+    def test_a_folder_with_some_of_the_classes(self, workshop, tmp_path):
+        """Digits 7 and 3 alone are 7 and 3, not 1 and 0."""
+        run = Run.open(workshop.run)
+        for digit in (3, 7):
+            name = f"digit {digit}"
+            shutil.copytree(workshop.folder / "test" / name, tmp_path / name)
+        source = run.load_data(str(tmp_path))
+        assert source.classes == run.classes
+        for k, name in enumerate(source.names):
+            assert name.startswith(f"digit {int(source.targets[k])}/")
+            assert int(source.dataset[k][1]) == int(source.targets[k])
+        assert torch.equal(torch.cat([labels for _, labels in source.data]), source.targets)
+        (tmp_path / "digit 3").rename(tmp_path / "digit 33")
+        with pytest.raises(DataError, match=r"some of the 10 classes .*the difference: digit 33"):
+            run.load_data(str(tmp_path))
+
+    def test_arrays_in_another_order(self, workshop, tmp_path):
+        images, labels = workshop.test
+        names = [f"digit {k}" for k in range(9, -1, -1)]
+        np.savez(tmp_path / "a.npz", x=images.numpy(), y=9 - labels.numpy(), classes=names)
+        source = Run.open(workshop.run).load_data(str(tmp_path / "a.npz"))
+        assert torch.equal(source.targets, labels)
+        assert torch.equal(source.data[1], labels)

@@ -55,18 +55,7 @@ def test_every_format_has_every_number(ending, prediction, tmp_path):
     write_table(path, parts(prediction, targets, ("a", "b", "c")))
     rows = read(path)
     assert [row["input"] for row in rows] == NAMES
-    assert [row["target_name"] for row in rows] == [
-        "a",
-        "b",
-        "c",
-        "a",
-        "b",
-        "c",
-        "a",
-        "b",
-        "c",
-        "a",
-    ]
+    assert [row["target_name"] for row in rows] == list("abcabcabca")
     assert [row["right"] for row in rows] == (targets == prediction.label).tolist()
     for column, values in (
         ("score", prediction.score),
@@ -130,44 +119,38 @@ def test_several_outputs_have_a_column_each(likelihood):
     assert "probability" not in rows[0]
 
 
-class TestNamesOfColumns:
-    CLASSES = (
-        ("a", "login", "error_login"), ("b", "b", "b"), ("x", "error_error_x", "error_x"),
-        ("", "error_", "std"), ("1_a", "0_1_a", "1_a"), ("name", "score", "error"),
-    )  # fmt: skip
+@pytest.mark.parametrize("classes", [
+    ("a", "login", "error_login"), ("b", "b", "b"), ("x", "error_error_x", "error_x"),
+    ("", "error_", "std"), ("1_a", "0_1_a", "1_a"), ("name", "score", "error"),
+])  # fmt: skip
+def test_every_number_is_found_again(classes, prediction, tmp_path):
+    """Whatever classes are called: three columns a kind, in the order of the classes."""
+    write_table(tmp_path / "a.csv", parts(prediction, None, classes))
+    rows = read(tmp_path / "a.csv")
+    titles = list(rows[0])
+    assert len(titles) == len(columns_of(prediction, NAMES)) + 1  # label_name
+    for kind in ("mean", "std", "std_error"):
+        at = titles.index(next(title for title in titles if title.startswith(kind + "_")))
+        values = np.array([[row[title] for title in titles[at : at + 3]] for row in rows])
+        assert np.array_equal(values.astype(np.float32), getattr(prediction, kind).numpy())
 
-    @pytest.mark.parametrize("classes", CLASSES)
-    @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
-    def test_every_number_is_found_again(self, classes, ending, prediction, tmp_path):
-        """Whatever classes are called: three columns a kind, in the order of the classes."""
-        path = tmp_path / f"a.{ending}"
-        write_table(path, parts(prediction, None, classes))
-        rows = read(path)
-        titles = list(rows[0])
-        assert len(titles) == len(columns_of(prediction, NAMES)) + 1  # label_name
-        for kind, after in (("mean", "std"), ("std", "std_error"), ("std_error", "moderated")):
-            at = titles.index(next(title for title in titles if title.startswith(kind + "_")))
-            values = np.array([[row[title] for title in titles[at : at + 3]] for row in rows])
-            assert np.array_equal(values.astype(np.float32), getattr(prediction, kind).numpy())
-            assert all(title.startswith(f"{kind}_") for title in titles[at : at + 3]), after
 
-    def test_names_that_differ_stay_as_they_are(self, prediction):
-        found = columns_of(prediction, NAMES, classes=("a", "b", "c"))
-        assert {"mean_a", "std_b", "std_error_c"} < set(found)
-        twice = columns_of(prediction, NAMES, classes=("a", "a", "c"))
-        assert {"mean_0_a", "mean_1_a", "std_error_2_c"} < set(twice)
-
-    def test_pandas(self, prediction):
-        frame = prediction.to_pandas()
-        assert frame.columns.is_unique
-        for name in ("mean", "std", "std_error"):
-            found = frame[[f"{name}_{k}" for k in range(3)]].to_numpy()
-            assert np.array_equal(found, getattr(prediction, name).numpy())
-
-    @pytest.mark.parametrize("count", [2, 4])
-    def test_as_many_names_as_outputs(self, count, prediction):
+def test_names_that_differ_stay_as_they_are(prediction):
+    found = columns_of(prediction, NAMES, classes=("a", "b", "c"))
+    assert {"mean_a", "std_b", "std_error_c"} < set(found)
+    twice = columns_of(prediction, NAMES, classes=("a", "a", "c"))
+    assert {"mean_0_a", "mean_1_a", "std_error_2_c"} < set(twice)
+    for count in (2, 4):
         with pytest.raises(BadValueError, match=f"each of the 3 outputs, got {count}"):
             columns_of(prediction, NAMES, classes=["c"] * count)
+
+
+def test_pandas(prediction):
+    frame = prediction.to_pandas()
+    assert frame.columns.is_unique
+    for name in ("mean", "std", "std_error"):
+        found = frame[[f"{name}_{k}" for k in range(3)]].to_numpy()
+        assert np.array_equal(found, getattr(prediction, name).numpy())
 
 
 def test_texts_that_a_spreadsheet_would_run(prediction, tmp_path):
@@ -192,30 +175,25 @@ def test_texts_that_a_spreadsheet_would_run(prediction, tmp_path):
 class TestRanked:
     def test_orders(self, prediction):
         targets = (prediction.label + torch.arange(10) % 2) % 3  # every other one is wrong
-        rows = torch.arange(10)
         expected = {
             "score": -prediction.score,
             "entropy": -prediction.entropy,
             "mutual_information": -prediction.mutual_information,
             "probability": prediction.mean.amax(1),
-            "target": prediction.mean[rows, targets],
+            "target": prediction.mean[torch.arange(10), targets],
         }
         for by, values in expected.items():
             order = values.argsort()
             assert torch.equal(ranked(prediction, 10, by=by, targets=targets), order), by
             least = ranked(prediction, 3, by=by, targets=targets, most_certain=True)
             assert torch.equal(least, order.flip(0)[:3]), by
-
-    def test_wrong_and_per_class(self, prediction):
-        targets = (prediction.label + torch.arange(10) % 2) % 3
         wrong = ranked(prediction, 99, targets=targets, wrong=True)
         assert set(wrong.tolist()) == {1, 3, 5, 7, 9}
         each = ranked(prediction, 1, per_class=True)
-        labels = prediction.label[each]
-        assert labels.tolist() == prediction.label.unique().tolist()
-        for place, label in zip(each.tolist(), labels.tolist(), strict=True):
-            rows = prediction.label == label
-            assert float(prediction.score[place]) == float(prediction.score[rows].max())
+        assert prediction.label[each].tolist() == prediction.label.unique().tolist()
+        for index in each.tolist():
+            rows = prediction.label == prediction.label[index]
+            assert float(prediction.score[index]) == float(prediction.score[rows].max())
 
     def test_refused(self, prediction):
         for arguments, said in (
@@ -233,14 +211,12 @@ class TestRanked:
                 ranked(numbers, 3, by=by, targets=torch.randn(10))
         assert len(ranked(numbers, 3)) == 3
 
-    def test_targets_that_are_no_class_come_last(self, prediction):
+    def test_targets_that_are_no_class_and_yes_or_no(self, prediction):
         targets = torch.zeros(10, dtype=torch.int64)
         targets[[2, 5]] = torch.tensor([-100, 3])
-        for turned in (False, True):
+        for turned in (False, True):  # they come last
             order = ranked(prediction, 10, by="target", targets=targets, most_certain=turned)
             assert set(order[-2:].tolist()) == {2, 5}
-
-    def test_yes_or_no_as_targets(self, prediction):
         p = prediction.mean[:, :1]
         answers = torch.arange(10) % 2
         one = replace(prediction, mean=p, label=(p > 0.5).long())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -290,9 +291,11 @@ def _read_frame(path: Path) -> Any:
         if path.suffix.lower() == ".csv":
             with path.open(encoding="utf-8-sig") as file:
                 delimiter = max(",;\t", key=file.readline().count)
-            frame = pandas.read_csv(
-                path, sep=delimiter, encoding="utf-8-sig", index_col=False, skipinitialspace=True
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # of rows that are longer than the line of names
+                frame = pandas.read_csv(
+                    path, sep=delimiter, index_col=False, skipinitialspace=True, low_memory=False
+                )
         else:
             frame = pandas.read_parquet(path)
     except ImportError as error:
