@@ -213,11 +213,11 @@ class TestArrays:
     @pytest.mark.parametrize(
         ("arrays", "said"),
         [
-            ({"pictures": np.zeros(3)}, "'inputs', 'images' or 'x' .* got pictures"),
-            ({"x": np.zeros(3), "inputs": np.zeros(3)}, "one of"),
+            ({"pictures": np.zeros(3)}, "'inputs', 'images' or 'x'.* got pictures"),
+            ({"x": np.zeros(3), "inputs": np.zeros(3)}, "expected one array"),
             ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, "one target for each of 3 inputs"),
             ({"x": np.zeros((3, 7, 7, 7), np.uint8)}, "images of bytes"),
-            ({"x": np.array(["a"])}, "expected numbers for inputs"),
+            ({"x": np.array(["a"])}, "expected arrays of numbers"),
         ],
     )
     def test_refused(self, arrays, said, tmp_path):
@@ -367,7 +367,8 @@ class TestTables:
         assert said in only_line(capsys)
 
     def test_files_that_are_none(self, place, capsys):
-        for name, content in (("a.csv", b"\xff\xfe"), ("b.csv", b""), ("c.csv", b"a,b\n1\n"), ("e.csv", b"a,b\n1,2,3\n4,5,6\n"),
+        for name, content in (("a.csv", b"\xff\xfe"), ("b.csv", b""), ("c.csv", b"a,b\n1\n"),
+                              ("e.csv", b"a,b\n1,2,3\n4,5,6\n"),
                               ("d.parquet", b"PAR1 no")):  # fmt: skip
             Path(name).write_bytes(content)
             assert self.fit(name, "--target", "b") == 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
@@ -45,10 +45,7 @@ def columns_of(
         prediction: B inputs.
         names: of the inputs, (B,).
         targets: (B,) or (B, C), where they are known.
-        classes: names of the classes, which stand in place of numbers.
-
-    Raises:
-        BadValueError: there are not as many names as outputs.
+        classes: names of all outputs, which stand in place of numbers.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}
@@ -62,7 +59,7 @@ def columns_of(
             if classes is not None and numbers.dtype.kind in "iu":
                 found[f"{name}_name"] = _named(numbers, classes)
     chosen = arrays.get("classes")
-    if "label" in found and "label" in arrays:
+    if "label" in found:
         of_class = np.arange(prediction.mean.shape[1]) if chosen is None else chosen
         same = of_class == found["label"][:, None]  # (B, C); none where it was not asked for
         probability = np.where(same, arrays["mean"], 0).sum(1)
@@ -91,12 +88,7 @@ def check_ending(path: Path, option: str = "--out") -> None:
 
 
 def write_table(path: str | Path, parts: Iterable[Columns]) -> None:
-    """Write a table, a part at a time, whole or not at all; the name's ending says the format.
-
-    Raises:
-        BadValueError: the name ends otherwise.
-        StorageError: the file cannot be written.
-    """
+    """Write a table, a part at a time, whole or not at all; the name's ending says the format."""
     target = Path(path)
     check_ending(target)
     writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}
@@ -110,19 +102,18 @@ def plain_rows(columns: Columns) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
-def pyarrow() -> ModuleType:
-    """Return the library for Parquet.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+def library(name: str, extra: str) -> Any:
+    """Return a library that an extra of deltabars installs, or refuse with that extra."""
     try:
-        import pyarrow.parquet
+        return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet needs pyarrow: pip install 'deltabars[parquet]'."
-        ) from error
-    return pyarrow
+        wanted = f"pip install 'deltabars[{extra}]'"
+        raise MissingDependencyError(f"This needs {name.split('.')[0]}: {wanted}.") from error
+
+
+def pyarrow() -> Any:
+    """Return the library for Parquet."""
+    return library("pyarrow.parquet", "parquet") and library("pyarrow", "parquet")
 
 
 def _endings(count: int, classes: Sequence[str] | None) -> list[str]:

@@ -23,13 +23,8 @@ from deltabars.cli.sources.models import (
     with_full_path,
 )
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    MissingDependencyError,
-    ModelError,
-    first_line,
-)
+from deltabars.cli.tables import library
+from deltabars.errors import BadValueError, DataError, ModelError, first_line
 from deltabars.recipes.images import read_cifar10, read_mnist
 from deltabars.recipes.paper import CIFAR10, MNIST
 from deltabars.storage.reading import read_arrays
@@ -83,9 +78,6 @@ class NamedData:
 
         Args:
             columns: that a table must have, those of a fit; then it may be without the target.
-
-        Raises:
-            BadValueError, DataError: there are no such data, or an option does not apply to them.
         """
         preparation = Preparation(self.size, self.crop, self.gray, self.mean, self.std)
         path, kind = Path(self.spec), self._kind
@@ -151,32 +143,26 @@ def _read_npz(path: Path, preparation: Preparation) -> Source:
     are taken as they are, as float32, and whole numbers as int64. `classes` may name the classes.
     """
     arrays = read_arrays(path, "--data")
-    raw, given = (_one_of(names, arrays, path) for names in (_INPUTS, _TARGETS))
-    if raw is None:
+    given, known = ([name for name in names if name in arrays] for names in (_INPUTS, _TARGETS))
+    if len(given) != 1 or len(known) > 1:
         raise DataError(
-            f"--data: expected an array 'inputs', 'images' or 'x' in {path}, got "
-            f"{', '.join(sorted(arrays)) or 'none'}."
+            f"--data: expected one array 'inputs', 'images' or 'x', and at most one 'targets', "
+            f"'labels' or 'y' in {path}, got {', '.join(sorted(arrays)) or 'none'}."
         )
+    raw = arrays[given[0]]
     is_pixels = raw.dtype == np.uint8
-    inputs = _images(raw, path) if is_pixels else _numbers(raw, "inputs", path)
-    targets = None if given is None else _numbers(given, "targets", path)
-    if targets is not None and (targets.ndim == 0 or len(targets) != len(inputs)):
+    inputs = _images(raw, path) if is_pixels else _numbers(raw, path)
+    targets = _numbers(arrays[known[0]], path) if known else None
+    if targets is not None and targets.shape[:1] != inputs.shape[:1]:
         raise DataError(
             f"--data: expected one target for each of {len(inputs)} inputs in {path}, got targets "
             f"of shape {tuple(targets.shape)}."
         )
-    names = np.ravel(arrays["classes"]).astype(str).tolist() if "classes" in arrays else None
-    classes = None if names is None else tuple(names)
+    names = np.ravel(arrays["classes"]) if "classes" in arrays else None
+    if names is not None and names.dtype.kind == "S":
+        names = np.char.decode(names, "utf-8", "backslashreplace")
+    classes = None if names is None else tuple(map(str, names.tolist()))
     return _from_tensors(inputs, targets, preparation, classes, is_pixels=is_pixels)
-
-
-def _one_of(
-    names: tuple[str, ...], arrays: Mapping[str, np.ndarray], path: Path
-) -> np.ndarray | None:
-    found = [name for name in names if name in arrays]
-    if len(found) > 1:
-        raise DataError(f"--data: expected one of {found} in {path}, got {len(found)} of them.")
-    return arrays[found[0]] if found else None
 
 
 def _images(raw: np.ndarray, path: Path) -> Tensor:
@@ -192,9 +178,9 @@ def _images(raw: np.ndarray, path: Path) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(raw)).float() / 255
 
 
-def _numbers(raw: np.ndarray, what: str, path: Path) -> Tensor:
+def _numbers(raw: np.ndarray, path: Path) -> Tensor:
     if raw.dtype.kind not in "fiub":
-        raise DataError(f"--data: expected numbers for {what} in {path}, got {raw.dtype}.")
+        raise DataError(f"--data: expected arrays of numbers in {path}, got {raw.dtype}.")
     return torch.from_numpy(raw.astype(np.float32 if raw.dtype.kind == "f" else np.int64))
 
 
@@ -218,8 +204,9 @@ def _from_tensors(
         image = (inputs[number] * 255).round().to(torch.uint8)
         return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
 
-    numbers = () if targets is None or targets.ndim != 1 else targets.tolist()
-    are_classes = classes is not None and {*numbers} <= {*range(len(classes))}
+    no_class = targets is None or targets.ndim != 1 or targets.is_floating_point()
+    numbers = [-1] if no_class else targets.tolist()  # type: ignore[union-attr]
+    are_classes = {*numbers} <= {*range(len(classes or ()))}
     return Source(
         data=ready if targets is None else (ready, targets),
         dataset=ready,
@@ -237,14 +224,7 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
     Targets are class numbers where all are whole, names of classes where they are texts (in sorted
     order), or real numbers.
 
-    Args:
-        path: the file.
-        target: the name of its column.
-        known: the columns that a fit has; then the target may be missing.
-
-    Raises:
-        DataError: a column is missing, has other values than numbers, or has none in places.
-        MissingDependencyError: pandas, or pyarrow for Parquet, is not installed.
+    Where the columns of a fit are `known`, the target may be missing.
     """
     frame = _read_frame(path)
     names = [str(name) for name in frame.columns]
@@ -271,7 +251,7 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
     inputs = torch.from_numpy(frame.to_numpy(np.float32, copy=True))
     targets, classes = None, None
     if given is not None and given.dtype.kind in "fiub":
-        targets = _numbers(given.to_numpy(), "targets", path)
+        targets = _numbers(given.to_numpy(), path)
     elif given is not None:
         texts, numbers = np.unique(given.astype(str), return_inverse=True)
         targets, classes = torch.from_numpy(numbers).long(), tuple(texts.tolist())
@@ -281,14 +261,12 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
 
 def _read_frame(path: Path) -> Any:
     """Return a table whose columns have names and whose cells have values."""
+    pandas = library("pandas", "pandas")
+    is_csv = path.suffix.lower() == ".csv"
+    if not is_csv:
+        library("pyarrow", "parquet")
     try:
-        import pandas
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Tables need pandas: pip install 'deltabars[pandas]', or 'deltabars[parquet]'."
-        ) from error
-    try:
-        if path.suffix.lower() == ".csv":
+        if is_csv:
             with path.open(encoding="utf-8-sig") as file:
                 delimiter = max(",;\t", key=file.readline().count)
             with warnings.catch_warnings():
@@ -298,10 +276,6 @@ def _read_frame(path: Path) -> Any:
                 )
         else:
             frame = pandas.read_parquet(path)
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Parquet needs pyarrow: pip install 'deltabars[parquet]'."
-        ) from error
     except Exception as error:  # whatever the libraries make of bytes that are not theirs
         raise DataError(
             f"--data: expected a table, got {path}, which is broken or is none "
@@ -333,10 +307,10 @@ def _from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:
             found = found(**arguments)
     elif arguments:
         raise DataError(f"--data-args: expected none for {spec}, which is no function.")
-    parts = found if isinstance(found, tuple | list) else (found,)
-    if 1 <= len(parts) <= 2 and all(isinstance(part, Tensor) for part in parts):
-        targets = parts[1] if len(parts) == 2 else None
-        return Source(found, parts[0], targets=targets, fingerprint=fingerprint_of(*parts))
+    parts = tuple(found) if isinstance(found, tuple | list) and len(found) == 2 else (found,)
+    if all(isinstance(part, Tensor) for part in parts):
+        data, targets = (parts, parts[1]) if len(parts) == 2 else (found, None)
+        return Source(data, parts[0], targets=targets, fingerprint=fingerprint_of(*parts))
     if isinstance(found, DataLoader):
         shuffles = isinstance(found.sampler, RandomSampler)
         return Source(found, classes=_class_names(found.dataset), ordered=not shuffles)
@@ -360,12 +334,7 @@ def _class_names(dataset: object) -> tuple[str, ...] | None:
 
 
 def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
-    """Refuse data without targets, and a first picture or classes that do not fit the model.
-
-    Raises:
-        DataError: there are no targets, or other classes than the model has outputs.
-        ModelError: the model does not take the pictures.
-    """
+    """Refuse data without targets, and a first picture or classes that do not fit the model."""
     is_folder = isinstance(source.dataset, Pictures)
     if isinstance(source.data, Tensor) or (is_folder and source.classes is None):
         got = "no sub-folders, which are the classes" if is_folder else "inputs alone"

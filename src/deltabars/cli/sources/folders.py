@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    DataWarning,
-    MissingDependencyError,
-    first_line,
-    printable,
-)
+from deltabars.cli.tables import library
+from deltabars.errors import BadValueError, DataError, DataWarning, first_line, printable
 from deltabars.storage.reading import check_unpacked, length_of, open_plain
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
@@ -53,35 +48,29 @@ class Preparation:
     std: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        sides = (1, 1) if self.size is None else tuple(self.size)
-        if len(sides) != 2 or not all(isinstance(n, int) and 1 <= n <= _LARGEST for n in sides):
-            raise BadValueError(
-                f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {self.size}."
-            )
-        for name, values in (("--mean", self.mean), ("--std", self.std)):
-            if not all(isinstance(value, int | float) for value in values or ()):
-                raise BadValueError(f"{name}: expected numbers, got {values}.")
-        if self.crop and self.size is None:
-            raise BadValueError("--crop: expected --size with it, got none.")
-        if not all(value > 0 for value in self.std or ()):
-            raise BadValueError(f"--std: expected numbers above zero, got {self.std}.")
+        size = (1, 1) if self.size is None else self.size
+        is_size = len(size) == 2 and all(isinstance(n, int) and 1 <= n <= _LARGEST for n in size)
+        numbers = (*(self.mean or ()), *(self.std or ()))
+        are_numbers = all(isinstance(number, int | float) for number in numbers)
+        for is_right, said in (
+            (is_size, f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {size}."),
+            (are_numbers, f"--mean, --std: expected numbers, got {numbers}."),
+            (self.size or not self.crop, "--crop: expected --size with it, got none."),
+            (
+                are_numbers and min(self.std or (1,)) > 0,
+                f"--std: expected numbers above zero, got {self.std}.",
+            ),
+        ):
+            if not is_right:
+                raise BadValueError(said)
 
     def read(self, path: Path) -> np.ndarray:
         """Return the picture of a file as the network sees it: (H, W) or (H, W, 3), uint8.
 
         The first frame, without regard to transparency and to the camera's orientation, as
         torchvision reads it.
-
-        Raises:
-            DataError: the file is no picture of eight bits a channel, is broken, or is too large.
-            MissingDependencyError: Pillow is not installed.
         """
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise MissingDependencyError(
-                "Folders of pictures need Pillow: pip install 'deltabars[images]'."
-            ) from error
+        Image = library("PIL.Image", "images")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -102,14 +91,13 @@ class Preparation:
             ) from error
 
     def _resized(self, picture: Any) -> Any:
-        from PIL import Image, ImageOps
-
         if self.size is None:
             return picture
-        width_and_height = self.size[::-1]
-        if self.crop:
-            return ImageOps.fit(picture, width_and_height, Image.Resampling.BILINEAR)
-        return picture.resize(width_and_height, Image.Resampling.BILINEAR)
+        from PIL.Image import Resampling
+        from PIL.ImageOps import fit
+
+        resize = partial(fit, picture) if self.crop else picture.resize
+        return resize(self.size[::-1], Resampling.BILINEAR)
 
     def tensor(self, picture: np.ndarray) -> Tensor:
         """Return a picture (H, W) or (H, W, 3) as float32 (1 or 3, H, W), normalised."""
@@ -162,9 +150,6 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     Sub-folders of a class count as parts of it. Links to files and classes that are links are
     followed; links to folders below are not. Hidden files are left out, and so are, with a
     warning that counts them, files that are no pictures by their names.
-
-    Raises:
-        DataError: there are no pictures, some are beside sub-folders, or the first is broken.
     """
     left_out: list[str] = []
     files, folders = _listed(folder, left_out)

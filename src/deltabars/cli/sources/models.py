@@ -36,11 +36,7 @@ def is_name(spec: str) -> bool:
 
 
 def check_texts(option: str, arguments: Any, *texts: Any) -> None:
-    """Refuse names that are no texts, or that no file can have, and arguments without names.
-
-    Raises:
-        BadValueError: they are.
-    """
+    """Refuse names that are no texts, or that no file can have, and arguments without names."""
     for text in texts:
         if text is not None and (not isinstance(text, str) or "\0" in text):
             raise BadValueError(f"{option}: expected a text without zero bytes, got {text!r}.")
@@ -56,11 +52,7 @@ def with_full_path(spec: str) -> str:
 
 @contextmanager
 def user_code(spec: str, option: str) -> Iterator[None]:
-    """Run code of the user's: what it prints goes to stderr, and it cannot end the program.
-
-    Raises:
-        BadValueError: it tried to.
-    """
+    """Run code of the user's: what it prints goes to stderr, and it cannot end the program."""
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -72,11 +64,7 @@ def user_code(spec: str, option: str) -> Iterator[None]:
 
 
 def find_object(spec: str, option: str) -> Any:
-    """Return the object of that name. This runs the module or the file, as importing it would.
-
-    Raises:
-        BadValueError: there is no such module, file or object.
-    """
+    """Return the object of that name. This runs the module or the file, as importing it would."""
     if not is_name(spec):
         raise BadValueError(
             f"{option}: expected package.module:object or path/to/file.py:object, got {spec!r}."
@@ -184,11 +172,7 @@ class NamedModel:
             raise ModelError("--model: expected the name of a model, got none.")
 
     def check_weights(self) -> None:
-        """Refuse a model of which nothing says that it has been trained.
-
-        Raises:
-            UsageError: neither weights, nor a factory that `trained` marks, nor `untrained`.
-        """
+        """Refuse a model of which nothing says that it has been trained."""
         if self.weights is not None and self.untrained:
             raise UsageError("--untrained: expected no --weights with it, got both")
         if self.weights is not None or self.untrained:
@@ -201,12 +185,7 @@ class NamedModel:
             )
 
     def load(self) -> nn.Module:
-        """Return the model with its weights. The user's own code makes it.
-
-        Raises:
-            BadValueError, ModelError: there is no such factory, it makes no Module, or the weights
-                are not its.
-        """
+        """Return the model with its weights. The user's own code makes it."""
         with torch.random.fork_rng(devices=[], enabled=self.untrained):
             if self.untrained:
                 torch.default_generator.manual_seed(0)  # which a later command finds again

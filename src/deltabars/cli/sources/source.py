@@ -55,21 +55,13 @@ class Source:
         return len(data) if hasattr(data, "__len__") else 0
 
     def batches(self, signature: Signature) -> Iterator[Batch]:
-        """Yield one pass in batches: inputs, and targets (or None) that belong to them.
-
-        Args:
-            signature: of the inputs that the network was fitted with, which tells targets apart.
-        """
+        """Yield inputs and, where there are any, targets; a fit's signature tells them apart."""
         self.check_ordered()
         for raw in iterate(self.data, _READ_SIZE):
             yield batch_of(raw, signature)
 
     def with_classes(self, classes: tuple[str, ...]) -> Source:
-        """Return the same data with the class numbers of a fit, by the names of the classes.
-
-        Raises:
-            DataError: there are other classes than those, or their numbers cannot be exchanged.
-        """
+        """Return the same data with the class numbers of a fit, by the names of the classes."""
         given, targets = self.classes, self.targets
         if given is None or given == classes:
             return replace(self, classes=classes)
@@ -114,11 +106,7 @@ class Source:
         return map_leaves(lambda _: next(joined), parts[0])
 
     def read_targets(self, signature: Signature) -> Tensor | None:
-        """Return the targets of all inputs, by one pass where they are not known.
-
-        Args:
-            signature: as for `batches`.
-        """
+        """Return the targets of all inputs, by one pass where they are not known."""
         if self.targets is not None:
             return self.targets
         found = [batch.targets for batch in self.batches(signature)]
