@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,16 @@ class Preparation:
     def __post_init__(self) -> None:
         size = (1, 1) if self.size is None else self.size
         is_size = len(size) == 2 and all(isinstance(n, int) and 1 <= n <= _LARGEST for n in size)
-        numbers = (*(self.mean or ()), *(self.std or ()))
+        std, numbers = self.std or (1,), (*(self.mean or ()), *(self.std or ()))
         are_numbers = all(isinstance(number, int | float) for number in numbers)
-        for is_right, said in (
-            (is_size, f"--size: expected whole numbers from 1 on, up to {_LARGEST:,}, got {size}."),
-            (are_numbers, f"--mean, --std: expected numbers, got {numbers}."),
-            (self.size or not self.crop, "--crop: expected --size with it, got none."),
-            (
-                are_numbers and min(self.std or (1,)) > 0,
-                f"--std: expected numbers above zero, got {self.std}.",
-            ),
+        for is_right, option, wanted, got in (
+            (is_size, "--size", f"whole numbers from 1 on, up to {_LARGEST:,}", size),
+            (self.size or not self.crop, "--crop", "--size with it", "none"),
+            (are_numbers, "--mean, --std", "numbers", numbers),
+            (are_numbers and min(std) > 0, "--std", "numbers above zero", std),
         ):
             if not is_right:
-                raise BadValueError(said)
+                raise BadValueError(f"{option}: expected {wanted}, got {got}.")
 
     def read(self, path: Path) -> np.ndarray:
         """Return the picture of a file as the network sees it: (H, W) or (H, W, 3), uint8.
@@ -82,22 +78,18 @@ class Preparation:
                     check_unpacked(size, length_of(file), most)
                     if picture.mode not in _EIGHT_BITS:
                         raise ValueError(f"its mode is {picture.mode}: convert it")
-                    own = self._resized(picture.convert("L" if self.gray else "RGB"))
+                    own = picture.convert("L" if self.gray else "RGB")
+                    if self.size is not None:
+                        fit = (
+                            library("PIL.ImageOps", "images").fit if self.crop else type(own).resize
+                        )
+                        own = fit(own, self.size[::-1], Image.Resampling.BILINEAR)
                     return np.array(own)  # a copy, so that Pillow lets go of its own
         except Exception as error:  # whatever Pillow makes of bytes that are no picture
             raise DataError(
                 f"--data: expected a picture of eight bits a channel, got {path}, which is broken "
                 f"or is none ({first_line(error)})."
             ) from error
-
-    def _resized(self, picture: Any) -> Any:
-        if self.size is None:
-            return picture
-        from PIL.Image import Resampling
-        from PIL.ImageOps import fit
-
-        resize = partial(fit, picture) if self.crop else picture.resize
-        return resize(self.size[::-1], Resampling.BILINEAR)
 
     def tensor(self, picture: np.ndarray) -> Tensor:
         """Return a picture (H, W) or (H, W, 3) as float32 (1 or 3, H, W), normalised."""

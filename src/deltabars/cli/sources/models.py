@@ -222,13 +222,11 @@ def _give(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
     if not _agree(weights, state):
         weights = _unwrapped(weights, state, path)
     if not _agree(weights, state):
-        lists = (
-            ("without", [name for name in state if name not in weights]),
-            ("with an unknown", [name for name in weights if name not in state]),
-        )
+        missing = [name for name in state if name not in weights]
+        unknown = [name for name in weights if name not in state]
         first = [
             f"{what} {shortened(repr(names[0]))}" + f" and {len(names) - 1} more" * (len(names) > 1)
-            for what, names in lists
+            for what, names in (("without", missing), ("with an unknown", unknown))
             if names
         ]
         raise ModelError(
@@ -236,16 +234,13 @@ def _give(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
             "Names must agree in full; rename them in the file if a wrapper put something before."
         )
     for name, value in weights.items():
-        if state[name].shape != value.shape:
+        own = state[name]
+        kinds = [(each.is_floating_point(), each.is_complex()) for each in (value, own)]
+        if own.shape != value.shape or kinds[0] != kinds[1]:
             raise ModelError(
-                f"--weights: expected {name!r} of shape {tuple(state[name].shape)}, got "
-                f"{tuple(value.shape)} in {path}. Make the model as it was trained (--model-args)."
-            )
-        kinds = [(each.is_floating_point(), each.is_complex()) for each in (value, state[name])]
-        if kinds[0] != kinds[1]:
-            raise ModelError(
-                f"--weights: expected {state[name].dtype} for {name!r}, got {value.dtype} in "
-                f"{path}."
+                f"--weights: expected {name!r} of shape {tuple(own.shape)}, got "
+                f"{tuple(value.shape)}, and {own.dtype}, got {value.dtype}, in {path}. Make the "
+                "model as it was trained (--model-args)."
             )
     model.load_state_dict(weights, strict=False)
 
@@ -273,13 +268,12 @@ def _unwrapped(
     parts = [name.split(".") for name in plain]
     found: dict[str, dict[str, Tensor]] = {}
     for prefix in sorted({".".join([*each[:k], ""]) for each in parts for k in range(len(each))}):
-        inside = {
-            own.get(name.removeprefix(prefix), ""): value
-            for name, value in plain.items()
-            if name.startswith(prefix)
-        }
-        is_usual = set(prefix.split(".")) <= _USUAL
-        if (is_usual or len(inside) == len(plain)) and _agree(inside, state):
+        is_whole = all(name.startswith(prefix) for name in plain)
+        if not is_whole and not set(prefix.split(".")) <= _USUAL:
+            continue
+        names = [name for name in plain if name.startswith(prefix)]
+        inside = {own.get(name.removeprefix(prefix), ""): plain[name] for name in names}
+        if _agree(inside, state):
             found[prefix] = inside
     if len(found) > 1:
         raise ModelError(

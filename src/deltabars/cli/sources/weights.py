@@ -86,12 +86,8 @@ def _is_dict(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-        and not value.is_quantized
-    )
+    is_dense = isinstance(value, Tensor) and value.is_cpu and value.layout == torch.strided
+    return is_dense and not value.is_quantized
 
 
 class _Inert:
