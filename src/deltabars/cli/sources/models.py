@@ -187,20 +187,20 @@ class NamedModel:
     def load(self) -> nn.Module:
         """Return the model with its weights. The user's own code makes it."""
         with torch.random.fork_rng(devices=[], enabled=self.untrained):
-            if self.untrained:
-                torch.default_generator.manual_seed(0)  # which a later command finds again
             made = self._made()
         if self.weights is not None:
             _give(made, read_weights(self.weights), self.weights)
         return made.eval()
 
     def _made(self) -> nn.Module:
+        self._seed()
         made = find_object(self.spec, "--model")
         if isinstance(made, nn.Module) and self.arguments:
             raise ModelError(
                 f"--model-args: expected none for {self.spec}, which is a Module already."
             )
         if not isinstance(made, nn.Module) and callable(made):
+            self._seed()  # again: a file is not run twice
             with user_code(self.spec, "--model"):
                 made = made(**self.arguments)
         if not isinstance(made, nn.Module):
@@ -209,6 +209,11 @@ class NamedModel:
                 f"{self.spec}, which is a {type(made).__name__} or makes one."
             )
         return made
+
+    def _seed(self) -> None:
+        """Draw initial weights that a later command finds again, where they are wanted."""
+        if self.untrained:
+            torch.default_generator.manual_seed(0)
 
     def absolute(self) -> NamedModel:
         """Return the same with whole paths, so that it holds in every folder."""
