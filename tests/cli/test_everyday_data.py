@@ -81,18 +81,15 @@ class TestArrays:
 
 class TestRowsOfDicts:
     @pytest.mark.parametrize("key", ["label", "labels"])
-    @pytest.mark.parametrize("form", ["lists", "arrays", "tensors", "loader"])
-    def test_as_a_dataset_of_hugging_face(self, key, form, case):
+    def test_as_a_dataset_of_hugging_face(self, key, case):
         model, x, y, expected = case
-        columns = {
-            "lists": (x.tolist(), y.tolist()), "arrays": (x.numpy(), y.numpy()),
-            "tensors": (x, y), "loader": (x, y),
-        }[form]  # fmt: skip
-        rows = Rows(**{"x": columns[0], key: columns[1]})
-        data = DataLoader(rows, batch_size=7) if form == "loader" else rows
-        found = deltabars.fit(model, data, **OPTIONS)
-        same(found, expected, data, x)
-        same(found, expected, {"x": x}, x)
+        tensors = Rows(**{"x": x, key: y})
+        lists = Rows(**{"x": x.tolist(), key: y.tolist()})
+        for data in (lists, Rows(**{"x": x.numpy(), key: y.numpy()}), tensors,
+                     DataLoader(tensors, batch_size=7)):  # fmt: skip
+            found = deltabars.fit(model, data, **OPTIONS)
+            same(found, expected, data, x)
+            same(found, expected, {"x": x}, x)
 
     def test_an_input_called_label(self, case):
         """Beside `labels` it is an input, at a prediction as well."""

@@ -245,14 +245,15 @@ class TestFactories:
     @pytest.mark.parametrize("name", ["pair", "tensors", "dataset", "loader"])
     def test_all_kinds_give_the_same_batches(self, name, data_file):
         source = NamedData(f"{data_file}:{name}").load()
-        pair = NamedData(f"{data_file}:pair").load().data
-        batches = list(source.batches(Signature.of(pair[0])))
-        assert torch.equal(torch.cat([batch.inputs for batch in batches]), pair[0])
-        assert torch.equal(torch.cat([batch.targets for batch in batches]), pair[1])
+        inputs, targets = NamedData(f"{data_file}:pair").load().data
+        batches = list(source.batches(Signature.of(inputs)))
+        assert torch.equal(torch.cat([batch.inputs for batch in batches]), inputs)
+        assert torch.equal(torch.cat([batch.targets for batch in batches]), targets)
+        assert torch.equal(source.read_targets(Signature.of(inputs)), targets)
         assert len(source) == 6
         assert source.classes == (("cat", "dog") if name in ("dataset", "loader") else None)
-        inputs = source.inputs(Signature.of(pair[0]))
-        assert torch.equal(inputs[2][0] if name == "dataset" else inputs[2], pair[0][2])
+        found = source.inputs(Signature.of(inputs))
+        assert torch.equal(found[2][0] if name == "dataset" else found[2], inputs[2])
 
     def test_arguments_and_inputs_alone(self, data_file):
         assert len(NamedData(f"{data_file}:tensors", arguments={"count": 2}).load()) == 2
@@ -261,14 +262,15 @@ class TestFactories:
         assert batch.targets is None
 
     def test_refused(self, data_file):
+        for name, options, said in (
+            ("words", {}, r"from .*words, got a str"),
+            ("pair", {"arguments": {"a": 1}}, "which is no function"),
+            ("pair", {"mean": (1.0,)}, "--mean: expected data of the kind folder or npz"),
+        ):
+            with pytest.raises(BadValueError, match=said):
+                NamedData(f"{data_file}:{name}", **options).load()
         with pytest.raises(DataError, match="same order on every pass"):
-            list(NamedData(f"{data_file}:shuffled").load().batches(Signature.of(torch.zeros(1, 2))))
-        with pytest.raises(DataError, match=r"from .*words, got a str"):
-            NamedData(f"{data_file}:words").load()
-        with pytest.raises(DataError, match="which is no function"):
-            NamedData(f"{data_file}:pair", arguments={"a": 1}).load()
-        with pytest.raises(BadValueError, match="--mean: expected data of the kind folder or npz"):
-            NamedData(f"{data_file}:pair", mean=(1.0,)).load()
+            list(NamedData(f"{data_file}:shuffled").load().batches(Signature.of(torch.ones(1, 2))))
 
 
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")

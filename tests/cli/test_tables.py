@@ -145,14 +145,6 @@ def test_names_that_differ_stay_as_they_are(prediction):
             columns_of(prediction, NAMES, classes=["c"] * count)
 
 
-def test_pandas(prediction):
-    frame = prediction.to_pandas()
-    assert frame.columns.is_unique
-    for name in ("mean", "std", "std_error"):
-        found = frame[[f"{name}_{k}" for k in range(3)]].to_numpy()
-        assert np.array_equal(found, getattr(prediction, name).numpy())
-
-
 def test_texts_that_a_spreadsheet_would_run(prediction, tmp_path):
     names = ["=1+1", "+1", "-1", "@sum(a)", "\t=1", "\r=1", "a=1", "'=1", "", " "]
     classes = ("=cmd|'/c calc'!a0", "@b", "c")
