@@ -243,7 +243,7 @@ def test_examples_come_in_order():
     for given, said in (
         (DataLoader(WHOLE, sampler=WeightedRandomSampler(torch.ones(61), 61)), "a Weighted"),
         (DataLoader(WHOLE, batch_sampler=[[1, 2], [3]]), "a list"),
-        ({"a": DataLoader(WHOLE), "b": DataLoader(WHOLE)}, "dict"),
+        ({"a": DataLoader(WHOLE), "b": DataLoader(WHOLE)}, "a dict"),
     ):
         with pytest.raises(DataError, match=f"got {said}.* Give the training data with data="):
             sequential(given)

@@ -32,23 +32,20 @@ def sequential(loader: Any) -> DataLoader[Any]:
         DataError: it is not one DataLoader, or its sampler is of a kind that does not tell which
             examples are in the training.
     """
-    if not isinstance(loader, DataLoader):
-        raise DataError(
-            f"data: expected a trainer with one training DataLoader, got {type(loader).__name__}. "
-            "Give the training data with data=."
-        )
-    # An iterable dataset comes in its own order, and where nothing samples, in its own batches.
-    is_own = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
-    if is_own and not loader.drop_last:
-        return loader
-    indices = examples_of(loader)
-    if indices is None:
-        kind = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
-        raise DataError(
-            f"data: expected a training DataLoader that takes each example once an epoch, got a "
-            f"{kind}. Give the training data with data=."
-        )
-    return loader_of(loader, indices)
+    kind = type(loader)
+    if isinstance(loader, DataLoader):
+        # An iterable dataset comes in its own order; where nothing samples, in its own batches.
+        is_own = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
+        if is_own and not loader.drop_last:
+            return loader
+        indices = examples_of(loader)
+        if indices is not None:
+            return loader_of(loader, indices)
+        kind = type(loader.batch_sampler if loader.batch_size is None else loader.sampler)
+    raise DataError(
+        "data: expected a trainer with one training DataLoader that takes each example once an "
+        f"epoch, got a {kind.__name__}. Give the training data with data=."
+    )
 
 
 def check_repeats(loader: DataLoader[Any]) -> None:

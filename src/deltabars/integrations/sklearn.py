@@ -95,9 +95,8 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
                     "Train the network yourself and give prefit=True."
                 )
             self.network_ = self._built(X.shape[1], outputs).double()
-            loss = (
-                _half_squares if isinstance(likelihood, Gaussian) else nn.functional.cross_entropy
-            )
+            is_real = isinstance(likelihood, Gaussian)
+            loss = _half_squares if is_real else nn.functional.cross_entropy
             train_to_convergence(self.network_, inputs, targets, self.l2, self.steps, loss)
         kind = next(self.network_.parameters()).dtype
         self.fit_ = fit_error_bars(

@@ -253,7 +253,7 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
     if given is not None and given.dtype.kind in "fiub":
         targets = _numbers(given.to_numpy(), path)
     elif given is not None:
-        texts, numbers = np.unique(given.astype(str), return_inverse=True)
+        texts, numbers = np.unique(given.astype(str).str.strip(), return_inverse=True)
         targets, classes = torch.from_numpy(numbers).long(), tuple(texts.tolist())
     source = _from_tensors(inputs, targets, Preparation(), classes, is_pixels=False)
     return replace(source, columns=columns)
@@ -270,7 +270,8 @@ def _read_frame(path: Path) -> Any:
             with path.open(encoding="utf-8-sig") as file:
                 delimiter = max(",;\t", key=file.readline().count)
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # of rows that are longer than the line of names
+                # Of rows that are longer than the line of names.
+                warnings.simplefilter("error", pandas.errors.ParserWarning)
                 frame = pandas.read_csv(
                     path, sep=delimiter, index_col=False, skipinitialspace=True, low_memory=False
                 )
