@@ -16,7 +16,7 @@ from deltabars.errors import BadValueError
 from deltabars.integrations.torchmetrics import AreaUnderRiskCoverage, ErrorAUROC, ForeignAUROC
 from deltabars.prediction.metrics import expected_calibration_error
 from tests.networks import make_case
-from tests.ranked import results
+from tests.processes import results
 
 METRICS = [ErrorAUROC, AreaUnderRiskCoverage, ForeignAUROC]
 SINGLE = 1e-7  # results are float32
