@@ -13,24 +13,14 @@ from itertools import chain
 import pytest
 import torch
 
-import deltabars
-from deltabars import Problem
-from deltabars.curvature.opg import OPGOperator
-from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
-from deltabars.prediction.scoring import Scorer
 from deltabars.problem.batches import Batch
 from deltabars.runtime.memory import (
-    BASIS,
-    CHUNK,
-    DATA,
-    KEPT,
     ChunkSize,
     attempt,
     chunk_within,
     ran_out,
     resolve_budget,
-    share,
 )
 
 CPU = torch.device("cpu")
@@ -69,10 +59,6 @@ def test_real_failures_are_known():
     assert attempt(lambda: 3) == 3
     with pytest.raises(RuntimeError, match="size mismatch"):
         attempt(lambda: torch.zeros(2, 3) @ torch.zeros(2))
-
-
-def test_parts_of_the_budget_make_up_the_whole():
-    assert sum(share(8000, of) for of in (BASIS, CHUNK, DATA, KEPT)) == 8000
 
 
 @pytest.mark.parametrize(
@@ -114,7 +100,7 @@ def test_every_example_in_order_where_there_is_memory():
 def test_chunks_are_halved_and_no_example_is_lost_or_moved():
     seen = []
     size = ChunkSize(1000)
-    with pytest.warns(MemoryWarning, match=r"room for 20 examples .* going on with 10") as caught:
+    with pytest.warns(MemoryWarning, match=r"room for 20 examples .* continuing with 10") as caught:
         results = list(size.each([batch(0, 20), batch(20, 31)], sizes_and_sum(3, seen)))
     assert len(caught) == 1  # though memory ran out more than once
     assert [*chain(*results)] == list(range(31))
@@ -134,15 +120,13 @@ def test_too_little_for_one_example_is_an_error():
         list(ChunkSize(4).each([batch(0, 4)], sizes_and_sum(0, [])))
 
 
-def test_a_problem_and_its_operators_warn_once(dense_case):
-    problem = Problem(dense_case.model, dense_case.data, l2=0.1, chunk_size=20)
+def test_work_of_another_size_warns_no_more():
+    size = ChunkSize(20)
     with pytest.warns(MemoryWarning, match="room for 20 examples"):
-        problem.chunk_size.halve(20)
-    own = OPGOperator(problem)._chunk_size
-    assert own.value <= 10
-    own.halve(own.value)  # a warning would be an error here
-    assert own.value <= 5
-    assert problem.chunk_size.value == 10
+        size.halve(20)
+    other = size.at_most(7)
+    other.halve(7)  # a warning would be an error here
+    assert (other.value, size.value) == (4, 10)
 
 
 def test_other_errors_are_not_swallowed():
@@ -232,28 +216,3 @@ def test_where_memory_runs_out_the_work_goes_on_with_smaller_chunks(limited, wor
     assert "room for 3072 examples at a time" in limited[work]["warnings"][0]
     # Residuals of 1e-6 let eigenvalues differ by their squares; predictions by rounding.
     assert limited[work]["error"] < 1e-10
-
-
-def test_memory_is_measured_once_for_inputs_of_a_shape(dense_case, monkeypatch):
-    """And anew for other shapes and for other numbers of classes, with the same chunks as then."""
-    fit = deltabars.fit(dense_case.model, dense_case.data, l2=dense_case.l2, progress=False, rank=5)
-    sizes, pulls = [], []
-    choose, pull = Scorer._choose_chunk_size, Pullback.pull
-    monkeypatch.setattr(
-        Scorer, "_choose_chunk_size", lambda *args: sizes.append(choose(*args)) or sizes[-1]
-    )
-    monkeypatch.setattr(Pullback, "pull", lambda *args: pulls.append(None) or pull(*args))
-    first = fit.predict(dense_case.unseen)
-    assert len(pulls) == 2  # to measure, and to predict
-    again = fit.predict(dense_case.unseen)
-    assert len(pulls) == 3
-    assert torch.equal(first.std, again.std)
-    fit.predict(dense_case.unseen, rank=1, space="logit")
-    assert len(pulls) == 4
-    for options in ({"classes": "top2"}, {"classes": [0]}):
-        fit.predict(dense_case.unseen, **options)
-    assert len(pulls) == 8
-    fit.predict(dense_case.unseen[:3])
-    assert len(pulls) == 10
-    assert len(sizes) == 6
-    assert sizes[0] == sizes[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import deltabars
 from deltabars.errors import BadValueError, DataError
-from deltabars.runtime.precision import with_own_numbers
+from deltabars.runtime.precision import same_bits, with_own_numbers
 from tests.conftest import cached_case
 
 CASE = cached_case("dense")
@@ -51,13 +52,7 @@ def test_any_number_of_workers(estimator, shuffle):
         assert_same_bits(first, other)
 
 
-def test_workers_that_stay():
-    assert_same_bits(
-        fitted(loader(0)), fitted(loader(2, persistent_workers=True, prefetch_factor=4))
-    )
-
-
-@pytest.mark.parametrize(("workers", "budget"), [(0, None), (2, None), (0, STREAMED)])
+@pytest.mark.parametrize(("workers", "budget"), [(2, None), (0, STREAMED)])
 def test_whatever_else_the_program_drew(workers, budget):
     options = {"memory_budget": budget, "rank": 9 if budget is None else 2}
     with torch.random.fork_rng():
@@ -68,8 +63,7 @@ def test_whatever_else_the_program_drew(workers, budget):
         assert_same_bits(first, fitted(loader(workers), **options))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("rank", [9, "auto"])
+@pytest.mark.parametrize(("workers", "rank"), [(0, "auto"), (2, 9)])
 def test_the_programs_own_numbers_are_left_alone(workers, rank):
     before = torch.get_rng_state()
     fitted(loader(workers), rank=rank).predict(CASE.unseen)
@@ -133,29 +127,67 @@ def test_deterministic_changes_nothing_on_a_cpu(tmp_path):
         fitted(CASE.data, deterministic=1)
 
 
-class TestManifest:
-    def test_it_is_json_and_goes_with_the_fit(self, tmp_path):
-        fit = fitted(loader(0), "sandwich", memory_budget=10**8)
-        found = fit.diagnostics["manifest"]
-        assert json.loads(json.dumps(found)) == found
-        fit.save(tmp_path / "fit")
-        loaded = deltabars.load(tmp_path / "fit", CASE.model)
-        copies = (loaded, copy.deepcopy(fit), pickle.loads(pickle.dumps(fit)), fit.with_l2(0.1))
-        assert all(each.diagnostics["manifest"] == found for each in copies)
+SWITCHES = [
+    (False, False, True, True),
+    (True, True, False, False),
+    (True, False, True, True),
+]  # each as a user may have them
 
-    def test_what_it_says(self):
+
+def switches():
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def switch(algorithms, warn_only, fill, benchmark):
+    torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.fixture(params=SWITCHES)
+def switched(request, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = switches()
+    switch(*request.param)
+    yield request.param
+    switch(*before)
+
+
+def test_torchs_switches_are_set_and_put_back(switched, monkeypatch):
+    with same_bits(False):
+        assert switches() == switched
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with same_bits(True):
+        assert switches() == (True, False, False, False)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert switches() == switched
+    with pytest.raises(ValueError, match="inside"), same_bits(True):
+        raise ValueError("inside")
+    assert switches() == switched
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a user's own
+    with same_bits(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+class TestManifest:
+    def test_it_says_what_must_be_the_same_and_goes_with_the_fit(self, tmp_path):
         fit = fitted(
             CASE.data, "ggn", seed=7, l2={"*": 0.05, "*.bias": 0.1}, params=["0.*"],
             residual_tolerance=1e-6, batch_size=5, dtype=torch.float32,
         )  # fmt: skip
         found = fit.diagnostics["manifest"]
+        assert json.loads(json.dumps(found)) == found
         assert found["deltabars"] == deltabars.__version__
         assert found["torch"] == torch.__version__
         assert (found["device"], found["dtype"], found["threads"]) == ("cpu", "torch.float32", 1)
-        assert found["weights"] == fit.state.weights
+        assert found["weights"] == fit.weights
         assert found["data"]["num_examples"] == 29
         assert found["data"]["fingerprint"] == fit.diagnostics["data_fingerprint"]
-        assert found["data"]["inputs"]["shapes"] == [[4]]
         expected = {
             "estimator": "ggn", "seed": 7, "l2": {"*": 0.05, "*.bias": 0.1}, "rank": 9,
             "params": ["0.weight", "0.bias"], "solver": "krylov", "residual_tolerance": 1e-6,
@@ -163,22 +195,23 @@ class TestManifest:
             "memory_budget": None, "max_products": None, "smallest": 0,
         }  # fmt: skip
         assert expected.items() <= found["options"].items()
+        fit.save(tmp_path / "fit")
+        loaded = deltabars.load(tmp_path / "fit", CASE.model)
+        copies = loaded, copy.deepcopy(fit), pickle.loads(pickle.dumps(fit)), fit.with_l2(0.1)
+        assert all(each.diagnostics["manifest"] == found for each in copies)
 
     def test_it_differs_where_something_does(self):
         plain = fitted(CASE.data).diagnostics["manifest"]
         assert plain == fitted(CASE.data).diagnostics["manifest"]
         other = CASE.inputs.clone()
         other[3, 1] += 1e-9
+        loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
         changed = {
             "data": fitted((other, CASE.targets)),
-            "options": fitted(CASE.data, seed=1),
+            "options": fitted(CASE.data, rank="auto", likelihood=loss),
             "dtype": fitted(CASE.data, dtype=torch.float32),
         }
         for name, fit in changed.items():
             assert fit.diagnostics["manifest"][name] != plain[name]
-
-    def test_a_rank_and_a_loss_as_they_were_given(self):
-        loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
-        found = fitted(CASE.data, rank="auto", likelihood=loss).diagnostics["manifest"]["options"]
-        assert found["rank"] == "auto"
-        assert found["likelihood"]["label_smoothing"] == 0.1
+        options = changed["options"].diagnostics["manifest"]["options"]
+        assert (options["rank"], options["likelihood"]["label_smoothing"]) == ("auto", 0.1)

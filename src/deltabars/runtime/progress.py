@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-_SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
@@ -65,7 +65,7 @@ class Progress:
             self._bar.update(done - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._printed < _SECONDS_BETWEEN_LINES:
+        if now - self._printed < SECONDS_BETWEEN_LINES:
             return
         self._printed = now
         elapsed = now - self._started
