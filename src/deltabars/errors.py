@@ -5,6 +5,8 @@ Every message has three parts: what was expected, what was found, and what to do
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +17,7 @@ _NONE_GIVEN = object()
 
 
 def option(name: str, value: object = _NONE_GIVEN) -> str:
-    """An option, alone or with a value, as the reader of a message gives it.
+    """Return an option, alone or with a value, as the reader of a message gives it.
 
     `rank='auto'` and `params=last_layer()` in Python; `--rank auto` and `--params last-layer` while
     a command runs that has such an option. It is decided where the message is written, so that
@@ -33,12 +35,12 @@ def option(name: str, value: object = _NONE_GIVEN) -> str:
 
 
 def is_option(name: str) -> bool:
-    """Whether the command that runs has an option of this name."""
+    """Return whether the command that runs has an option of this name."""
     return name.rstrip("=") in _command_line
 
 
 def in_options(message: str) -> str:
-    """A message that begins with the options it is about, `rank: expected …`, as its reader has it.
+    """Return a message that begins with options, `rank: expected …`, in its reader's names.
 
     Only these first words, which no user writes, are looked at.
     """
@@ -60,7 +62,7 @@ def on_command_line(names: Iterable[str]) -> Iterator[None]:
 
 
 def printable(text: object) -> str:
-    """A text that a terminal shows as it is, in one line.
+    """Return a text in one line that a terminal shows as it is.
 
     What is not printable is escaped: sequences that move the cursor or colour the text, line
     breaks, marks that turn the direction of reading, bytes of a file's name that are no UTF-8.
@@ -82,7 +84,7 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class _OneLine:
-    """What an error says is one line, whatever names are in it."""
+    """An error whose message is one line, whatever names are in it."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -160,7 +162,7 @@ class OptimumWarning(DeltaBarsWarning):
 
 
 class ModelWarning(DeltaBarsWarning):
-    """The model can be used, but it goes a slower way."""
+    """The model can be used, but is computed in a slower way."""
 
 
 class LossWarning(DeltaBarsWarning):
@@ -172,7 +174,7 @@ class SpectrumWarning(DeltaBarsWarning):
 
 
 class MemoryWarning(DeltaBarsWarning):
-    """Memory ran out, and the computation goes on with fewer examples at a time."""
+    """Memory ran out, and the computation continues with fewer examples at a time."""
 
 
 class DataWarning(DeltaBarsWarning):
@@ -180,16 +182,24 @@ class DataWarning(DeltaBarsWarning):
 
 
 class CheckpointWarning(DeltaBarsWarning):
-    """A checkpoint could not be written or read; the fit goes on without it."""
+    """A checkpoint could not be written or read; the fit continues without it."""
+
+
+def warn(message: str, category: type[DeltaBarsWarning]) -> None:
+    """Warn, with the line outside this package that called it, however deep the call is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("deltabars."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level + 1)
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says, shortened: some of torch's messages are a page long."""
+    """Return what another library says, shortened: some of torch's messages are a page long."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return shortened(line)
 
 
 def shortened(text: object) -> str:
-    """What a file or another library says, in one line that a terminal can show."""
+    """Return what a file or another library says, in one line that a terminal can show."""
     plain = str(text)
     return printable(plain if len(plain) <= 120 else f"{plain[:117]}…")

@@ -197,7 +197,12 @@ class TestManifest:
         assert expected.items() <= found["options"].items()
         fit.save(tmp_path / "fit")
         loaded = deltabars.load(tmp_path / "fit", CASE.model)
-        copies = loaded, copy.deepcopy(fit), pickle.loads(pickle.dumps(fit)), fit.with_l2(0.1)
+        copies = (
+            loaded,
+            copy.deepcopy(fit),
+            pickle.loads(pickle.dumps(fit)),
+            fit.with_l2({"*": 0.1, "*.bias": 0.2}),
+        )
         assert all(each.diagnostics["manifest"] == found for each in copies)
 
     def test_it_differs_where_something_does(self):

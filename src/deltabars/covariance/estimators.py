@@ -42,7 +42,7 @@ def build_covariance(
     defects: Mapping[str, Defects] | None = None,
     full_rank: bool = True,
 ) -> Covariance:
-    """The covariance of an estimator from the first `rank` eigenvalues of its matrices.
+    """Build the covariance of an estimator from the first `rank` eigenvalues of its matrices.
 
     Args:
         estimator: a key of ESTIMATORS.
@@ -147,7 +147,7 @@ class InverseCovariance(Covariance):
     def _loosened(
         self, low: Tensor, high: Tensor, head: Tensor, outside: Tensor, squares: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The interval of fᵀA⁻¹f where the pairs are not quite those of A, nor f quite exact.
+        """Widen the interval of fᵀA⁻¹f: the pairs are not quite those of A, nor f quite exact.
 
         With T = QᵀAQ, B = Q⊥ᵀAQ and the Schur complement S, whose eigenvalues are in those of A,
 

@@ -24,7 +24,7 @@ class LowRankPlusIdentity:
     tail: float  # c
 
     def apply(self, rows: Tensor) -> Tensor:
-        """M f for each row f of (b, P): Q((d − c)∘Qᵀf) + c f. Cost: 4·b·K·P operations."""
+        """Compute M f for each row f of (b, P): Q((d − c)∘Qᵀf) + c f. Cost: 4·b·K·P operations."""
         weights = (self.values - self.tail).to(rows.dtype)
         inside = projected(rows, self.vectors) * weights
         return combined(inside, self.vectors) + self.tail * rows
@@ -44,12 +44,12 @@ class Interval:
 
     @classmethod
     def rigorous(cls, value: Tensor, low: Tensor, high: Tensor) -> Interval:
-        """The error is the larger of the two distances, so that value ± error holds [low, high]."""
+        """Set the error to the larger distance, so that value ± error contains [low, high]."""
         return cls(value, low, high, torch.maximum(high - value, value - low))
 
     @classmethod
     def published(cls, variance: Tensor, delta: Tensor) -> Interval:
-        """The paper's error of a standard deviation: ½(√(variance + δ) − √(variance − δ)).
+        """Compute the paper's error of a standard deviation: ½(√(variance + δ) − √(variance − δ)).
 
         Its sandwich δ is not a bound and can exceed the variance; the square root of what would
         be negative is then taken as zero.
@@ -86,7 +86,7 @@ class Spread:
             object.__setattr__(self, "covariance", whole)
 
     def scaled(self, factors: Tensor) -> Spread:
-        """What it says of diag(factors)·F, for factors (B, C): all of it is quadratic in F."""
+        """Return the spread of diag(factors)·F, for factors (B, C): all of it is quadratic in F."""
         squares, whole = factors.square(), self.covariance
         if whole is not None:
             whole = factors.unsqueeze(-1) * whole * factors.unsqueeze(-2)
@@ -100,13 +100,13 @@ class Spread:
         )
 
     def std(self, bound: str) -> Interval:
-        """The standard deviation of each class, with the named bound."""
+        """Return the standard deviation of each class, with the named bound."""
         if bound == "paper":
             return Interval.published(self.variance, self.paper_delta)
         return Interval.rigorous(self.variance.sqrt(), self.low.sqrt(), self.high.sqrt())
 
     def score(self, bound: str) -> Interval:
-        """√(Σ variances), one number an input, with the named bound."""
+        """Return √(Σ variances), one number an input, with the named bound."""
         total = self.variance.sum(-1)
         if bound == "paper":
             return Interval.published(total, self.paper_delta.sum(-1))
@@ -121,7 +121,7 @@ class Covariance(ABC):
     def spread(
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
     ) -> Spread:
-        """Standard deviations, bounds and (on demand) covariances of a batch of predictions.
+        """Compute variances, bounds and (on demand) covariances of a batch of predictions.
 
         Args:
             squares: ‖f‖² of each row f of F, (B, C).
@@ -131,4 +131,4 @@ class Covariance(ABC):
 
     @abstractmethod
     def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
-        """Rows z (n, P) times a square root of Σ: standard normal z give draws of covariance Σ."""
+        """Apply a square root of Σ to rows z (n, P): standard normal z give draws of covariance Σ."""

@@ -115,7 +115,7 @@ class SandwichCovariance(Covariance):
         return outer.apply(middle.apply(rows)) / self.num_examples**0.5
 
     def _interval(self, parts: _Parts, c_h: float) -> tuple[Tensor, Tensor]:
-        """What N·variance lies between, (B, C).
+        """Return what N·variance lies between, (B, C).
 
         N·variance is ‖u + e‖² in the norm of G, where u = H̃⁻¹f, and e, what H̃⁻¹f lacks of H⁻¹f,
         is orthogonal to Q_H and no longer than ρ = reach·‖f⊥‖. With Π = I − Q_H Q_Hᵀ,
@@ -142,7 +142,7 @@ class SandwichCovariance(Covariance):
         return torch.maximum(low.clamp(min=0), triangle), high
 
     def _around(self, parts: _Parts, ball: Ball, c_h: float) -> tuple[Tensor, Tensor]:
-        """`_interval` for any Q_Hᵀf and Q_Gᵀf as far from the given ones as rounding can be.
+        """Return `_interval` for any Q_Hᵀf and Q_Gᵀf as far from the given ones as rounding can be.
 
         s = Q_Gᵀu = Mᵀ(Λ_H⁻¹ − c_H)a + c_H b is then within max|1/λᴴ − c_H|·r_H + c_H·r_G, and all
         that the interval is made of is quadratic in a and in s.
@@ -184,7 +184,7 @@ class SandwichCovariance(Covariance):
     def _loosened(
         self, low: Tensor, high: Tensor, parts: _Parts, head: Tensor, squares: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The interval where the pairs are not quite those of H and G, nor f quite exact.
+        """Widen the interval: the pairs are not quite those of H and G, nor f quite exact.
 
         The notation is that of `InverseCovariance`. What u = H⁻¹f lacks of what the pairs of H say
         is, within Q_H, Q_H Θ^{-½}x with ‖x‖ ≤ (‖Θ^{-½}(T − Θ)Θ⁻¹a‖ + ν√floor·‖u⊥‖)/(1 − bend),

@@ -9,13 +9,12 @@ Q̃ᵀf, and a quadratic form Σ wₖaₖ² of a = Qᵀf between bounds, because
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, SpectrumWarning, option
+from deltabars.errors import BadValueError, SpectrumWarning, option, warn
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Ball:
 
     @classmethod
     def of(cls, projections: Tensor, squares: Tensor, tail: Tail) -> Ball:
-        """Where the projections of f on the eigenvectors as they were computed lie."""
+        """Return where the projections of f on the eigenvectors as they were computed lie."""
         return cls(projections, tail.rounding * squares.sqrt(), squares)
 
     def most(self, weights: Tensor) -> Tensor:
@@ -141,7 +140,7 @@ class Tail:
         least: float | None = None,
         defects: Defects = EXACT,
     ) -> Tail:
-        """The tail behind the first `rank` of the descending `values`.
+        """Describe the tail behind the first `rank` of the descending `values`.
 
         Values that are not positive have no place in a covariance; they are left to the tail.
 
@@ -220,7 +219,6 @@ def warn_about_spectrum(
     l2: float,
     num_parameters: int,
     dtype: torch.dtype,
-    stacklevel: int = 3,
     residuals: Tensor | None = None,
 ) -> None:
     """Warn where computed eigenvalues cannot serve a covariance, or void the error bound.
@@ -234,12 +232,11 @@ def warn_about_spectrum(
         positive = values > 0
         left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
         if left > _LOST:
-            warnings.warn(
+            warn(
                 f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
                 f"{float(residuals.max()):.2g}, which widens intervals by up to "
                 f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
                 SpectrumWarning,
-                stacklevel=stacklevel,
             )
     lost = torch.finfo(dtype).eps * float(values[0].abs()) / l2
     if lost > _LOST:
@@ -248,30 +245,27 @@ def warn_about_spectrum(
             if dtype != torch.float64
             else "Scale the inputs"
         )
-        warnings.warn(
+        warn(
             f"Expected a largest eigenvalue of the {name} of at most "
             f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
             f"{float(values[0]):.3g} for λ = {l2:g}: rounding can move error bars by up to "
             f"{min(lost, 1.0):.0%}, which widens their intervals. {advice}, or a larger l2.",
             SpectrumWarning,
-            stacklevel=stacklevel,
         )
     negative = int((values <= 0).sum())
     below = int((values < l2 * (1 - 1e-6)).sum())
     if negative:
-        warnings.warn(
+        warn(
             f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
             f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
             "counts as the harmonic mean of λ and the last positive one; "
             f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
             SpectrumWarning,
-            stacklevel=stacklevel,
         )
     elif below and len(values) < num_parameters and not math.isclose(float(values[-1]), l2):
-        warnings.warn(
+        warn(
             f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
             f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
             f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
             SpectrumWarning,
-            stacklevel=stacklevel,
         )

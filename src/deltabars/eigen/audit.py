@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,7 @@ from deltabars.eigen.pairs import (
     default_tolerance,
     residual_scale,
 )
-from deltabars.errors import ConvergenceWarning, option
+from deltabars.errors import ConvergenceWarning, option, warn
 from deltabars.runtime.vectors import Space
 
 _FAR = 10  # times: the random signs of a measurement never make that much by themselves
@@ -78,7 +77,7 @@ def _norm(gram: Tensor) -> float:
     return float(torch.linalg.eigvalsh(gram).abs().max()) if finite else float("nan")
 
 
-def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> None:
+def warn_of_audit(name: str, found: dict[str, float]) -> None:
     """Warn where pairs are far from what their solver promised.
 
     Args:
@@ -86,21 +85,19 @@ def warn_of_audit(name: str, found: dict[str, float], stacklevel: int = 3) -> No
         found: as `audit` returns it.
     """
     if not found["orthogonality"] <= found["orthogonality_limit"]:
-        warnings.warn(
+        warn(
             f"Eigenvectors of the {name}: expected orthonormal ones, to "
             f"{found['orthogonality_limit']:.1g}, got entries of QQᵀ − I of up to "
             f"{found['orthogonality']:.2g}: error bars can be wrong by as much and more. Use "
             f"{option('solver', 'krylov')} or {option('dtype', torch.float64)}.",
             ConvergenceWarning,
-            stacklevel=stacklevel,
         )
     if not found["residual_rms"] <= found["residual_limit"]:
-        warnings.warn(
+        warn(
             f"Eigenpairs of the {name}: expected ‖Aq − λq‖ up to {found['residual_limit']:.2g}, "
             f"got {found['residual_rms']:.2g} (root mean square): products with the matrix are not "
             "those of one symmetric matrix, and the error bars cannot be trusted. Look in the "
             "model for derivatives of its own (autograd.Function) that are wrong or random, or "
             f"use {option('dtype', torch.float64)}.",
             ConvergenceWarning,
-            stacklevel=stacklevel,
         )

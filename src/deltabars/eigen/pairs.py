@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.errors import BadValueError, ConvergenceWarning, warn
 from deltabars.runtime.vectors import Spaces, first
 
 LEAST_RITZ = "smallest_ritz_value"
@@ -207,7 +206,7 @@ def residual_scale(values: Tensor) -> Tensor:
 
 
 def lower_scale(values: Tensor, largest: Tensor) -> Tensor:
-    """`residual_scale` for values that do not hold the largest one themselves."""
+    """Return `residual_scale` for values that do not hold the largest one themselves."""
     tiny = torch.finfo(values.dtype).tiny
     return torch.maximum(values.abs(), largest.abs().clamp(max=1.0)).clamp(min=tiny)
 
@@ -222,7 +221,7 @@ def check_rank(rank: int, size: int) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number (NumPy's count; True and False do not)."""
+    """Return whether a value is a whole number (NumPy's count; True and False do not)."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -255,10 +254,9 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
     """Warn with how many pairs have not converged, and the largest residual."""
     bad = int((pairs.residuals > tolerance).sum())
     if bad:
-        warnings.warn(
+        warn(
             f"Expected {len(pairs)} eigenpairs with residuals up to {tolerance:.1g}, got {bad} "
             f"that have not converged; the largest residual is {float(pairs.residuals.max()):.2g}. "
             "Allow more products, ask for fewer pairs, or accept a larger tolerance.",
             ConvergenceWarning,
-            stacklevel=4,
         )

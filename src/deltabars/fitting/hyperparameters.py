@@ -39,7 +39,6 @@ def with_l2(state: State, l2: L2) -> State:
             prior.level,
             state.num_parameters,
             pairs.vectors.dtype,
-            stacklevel=4,
             residuals=pairs.residual_norms,
         )
     diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}

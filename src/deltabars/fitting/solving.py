@@ -68,7 +68,7 @@ def solve(
         _check_derivatives(name, operator, *found, options.seed)
         if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
             warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
-        warn_of_audit(name, found[1], stacklevel=4)
+        warn_of_audit(name, found[1])
         return _sharded(found[0], space), found[1], {}
     total = rank if growth is None else None
     with (
@@ -87,7 +87,7 @@ def solve(
         quality = audit(operator.whole_matmat, space, pairs, options.seed)
         measured = {key: quality.pop(key) for key in (SKEW, PRODUCT_ROUNDING)}
         pairs = replace(pairs, statistics={**measured, **pairs.statistics})
-        warn_of_audit(name, quality, stacklevel=4)
+        warn_of_audit(name, quality)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
             floor = operator.row_shift

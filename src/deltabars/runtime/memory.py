@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError, option
+from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError, option, warn
 
 Result = TypeVar("Result")
 
@@ -142,7 +141,7 @@ class ChunkSize:
                 f"continuing with {self.value} or fewer. Start there with "
                 f"{option('batch_size=')}, or with a smaller {option('memory_budget=')}."
             )
-            warnings.warn(self._warned[0], MemoryWarning, stacklevel=3)
+            warn(self._warned[0], MemoryWarning)
 
 
 def attempt(work: Callable[[], Result]) -> Result | None:

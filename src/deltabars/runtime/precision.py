@@ -59,7 +59,7 @@ class Shared:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Be in the context."""
+        """Enter the context, and leave it."""
         with self._guard:
             if not self._inside:
                 self._context = self._make()
@@ -75,7 +75,7 @@ class Shared:
                     self._context.__exit__(None, None, None)
 
     def renew(self) -> None:
-        """Another guard: after a fork there is nobody left to give the old one back."""
+        """Renew the guard: after a fork there is nobody left to give the old one back."""
         self._guard = threading.Lock()
 
 
@@ -147,7 +147,7 @@ _ieee = Shared(lambda: float32_products(torch.device("cuda"), "ieee"))
 
 
 def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The type to compute in: the one that is asked for, or the model's own, or float32."""
+    """Return the type to compute in: the given one, or the model's own, or float32."""
     supported = (torch.float32, torch.float64)
     if asked is not None and asked not in supported:
         raise BadValueError(
@@ -160,7 +160,6 @@ def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUDNN_determinism: Any = torch.backends.cudnn
 _MEMORY: Any = torch.utils.deterministic
 
 
@@ -179,15 +178,15 @@ def _deterministic_algorithms() -> Iterator[None]:
     os.environ.setdefault(_CUBLAS, ":4096:8")
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill, benchmark = _MEMORY.fill_uninitialized_memory, _CUDNN_determinism.benchmark
+    fill, benchmark = _MEMORY.fill_uninitialized_memory, _CUDNN.benchmark
     torch.use_deterministic_algorithms(True)
     _MEMORY.fill_uninitialized_memory = False  # nothing reads memory that nothing has written
-    _CUDNN_determinism.benchmark = False
+    _CUDNN.benchmark = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
-        _MEMORY.fill_uninitialized_memory, _CUDNN_determinism.benchmark = fill, benchmark
+        _MEMORY.fill_uninitialized_memory, _CUDNN.benchmark = fill, benchmark
         if environment is None:
             os.environ.pop(_CUBLAS, None)
 
@@ -197,7 +196,7 @@ _TURNS = Turns()
 
 
 def draws_numbers(work: Callable[[], Any]) -> bool:
-    """Whether a call draws random numbers, from torch or from NumPy's or Python's own state."""
+    """Return whether a call draws random numbers, from torch or from NumPy's or Python's own state."""
     before, kind = _python_numbers(), cast(Any, _Draws)
     with kind() as mode:
         work()
