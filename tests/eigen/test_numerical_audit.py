@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.eigen import arpack, dense, incremental_svd
+from deltabars.eigen import arpack, dense
 from deltabars.eigen.audit import audit, warn_of_audit
 from deltabars.eigen.krylov import block_krylov, lanczos
-from deltabars.errors import BadValueError, ConvergenceWarning, OptimumWarning
+from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.runtime.vectors import Space
 from tests.conftest import cached_case
 from tests.spectra import SIZE, SPECTRA, matrix_with
@@ -99,28 +99,6 @@ def test_vectors_that_are_not_orthonormal_are_told():
     found, messages = told(operator, replace(pairs, vectors=bent))
     assert found["orthogonality"] == pytest.approx(1e-6, rel=1e-3)
     assert "expected orthonormal ones" in messages[0]
-
-
-def test_numbers_that_are_none_are_told():
-    operator = Matrix()
-    pairs = lanczos(operator, 6)
-    _, messages = told(operator, replace(pairs, vectors=pairs.vectors * float("nan")))
-    assert len(messages) == 2
-
-
-def test_what_incremental_svd_discards_is_what_it_promised():
-    rows = torch.randn(50, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    class Gram(Matrix):
-        def matmat(self, vectors):
-            return vectors @ rows.T @ rows / len(rows)
-
-    pairs = incremental_svd(list(rows.split(9)), 12)
-    assert pairs.slack > 1
-    assert told(Gram(), pairs)[1] == []
-    less = {**pairs.statistics, "discarded_energy": 0.0}
-    claimed = replace(pairs, residuals=torch.zeros_like(pairs.residuals), statistics=less)
-    assert len(told(Gram(), claimed)[1]) == 1
 
 
 @pytest.mark.parametrize("solver", [lanczos, block_krylov])
@@ -220,12 +198,3 @@ def test_every_fit_reports_what_was_measured_and_the_limits(estimator, solver):
         assert norms <= found["residual_limit"]
         # One measurement of a sum with random signs: the root of 7 at the most, and not nothing.
         assert found["residual_rms"] <= 7**0.5 * norms + 1e-13
-
-
-def test_training_is_not_what_an_audit_is_about():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    data = torch.randn(40, 4, dtype=torch.float64), torch.randint(0, 3, (40,))
-    with pytest.warns(OptimumWarning) as given:
-        deltabars.fit(model, data, l2=0.01, rank=3, estimator="sandwich", progress=False)
-    assert len(given) == 1
