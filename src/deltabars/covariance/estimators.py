@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
 from deltabars.covariance.sandwich import SandwichCovariance
-from deltabars.covariance.tail import EXACT, Defects, Tail
+from deltabars.covariance.tail import EXACT, Ball, Defects, Tail
 from deltabars.runtime.vectors import Basis, first
 
 # The matrices whose eigenpairs each estimator needs.
@@ -108,28 +108,19 @@ class InverseCovariance(Covariance):
         inside = projections[self.name][..., : self.tail.rank]  # (B, C, K)
         tail, values = self.tail, self.values
         floor, ceiling = tail.floor, tail.ceiling + tail.slack
-        inverse, lower = 1 / values, 1 / (values + tail.slack + tail.defects.products)
+        lower = 1 / (values + tail.slack + tail.defects.products)
         higher = 1 / (values - tail.defects.products).clamp(min=1e-300)
-        gap = lower - 1 / ceiling
-        # Sums over the same squares: ‖Qᵀf‖², of the head and of its lower bound, and the parts of
-        # fᵀA⁻¹f beside ‖f‖² over the tail's ends.
-        ones, left = torch.ones_like(values), 1 / floor - higher
-        weights = torch.stack([ones, inverse, lower, higher, left, -left, -gap, gap])
-        weights = weights.clamp(min=0).T
-        sums = (inside.square() @ weights).unbind(-1)
-        length, head, least, largest, under, beyond, over, above = sums
-        outside = tail.left_over(squares, length)  # ‖f⊥‖²
+        ball = Ball.of(inside, squares, tail)
+        head = ball.form(1 / values)
+        outside = tail.left_over(squares, ball.form(torch.ones_like(values)))  # ‖f⊥‖²
         c = self._c
-        low, high = least + outside / ceiling, head + outside / floor
-        # Qᵀf is known to a radius r: each root of a sum Σ wₖaₖ² to r·max √w.
-        radius = tail.rounding * squares.sqrt()
-        reach = [radius * float(column.max()) ** 0.5 for column in weights.T]
-        surely, most_head = _less(least, reach[2]), _more(largest, reach[3])
+        low = ball.form(lower) + outside / ceiling
+        high = ball.form(higher) + outside / floor
+        surely, most_head = ball.least(lower), ball.most(higher)
         most = most_head
         if not tail.is_empty:
-            above = squares / ceiling + _less(above, reach[7]) - _more(over, reach[6])
-            surely = torch.maximum(above, surely)
-            most = squares / floor - _less(under, reach[4]) + _more(beyond, reach[5])
+            surely = torch.maximum(surely, squares / ceiling + ball.least(lower - 1 / ceiling))
+            most = squares / floor + ball.most(higher - 1 / floor)
         low, high = torch.minimum(low, surely), torch.maximum(high, most)
         low, high = self._loosened(low, high, most_head, outside, squares)
         covariance = None
@@ -183,11 +174,3 @@ class InverseCovariance(Covariance):
     @property
     def _c(self) -> float:
         return 1.0 / self.tail.harmonic_mean if self.full_rank else 0.0
-
-
-def _less(square: Tensor, reach: Tensor) -> Tensor:
-    return (square.sqrt() - reach).clamp(min=0).square()
-
-
-def _more(square: Tensor, reach: Tensor) -> Tensor:
-    return (square.sqrt() + reach).square()

@@ -131,4 +131,4 @@ class Covariance(ABC):
 
     @abstractmethod
     def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
-        """Apply a square root of Σ to rows z (n, P): standard normal z give draws of covariance Σ."""
+        """Apply a root of Σ to rows z (n, P): standard normal z give draws of covariance Σ."""

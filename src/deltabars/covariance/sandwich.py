@@ -90,11 +90,7 @@ class SandwichCovariance(Covariance):
             left = 0.0 if self.opg_tail.is_empty else whole - in_g @ in_g.mT
             covariance = ((in_g * self.opg_values) @ in_g.mT + c_g * left) / self.num_examples
 
-        low, high = self._interval(parts, full_c)
-        if self.hessian_tail.rounding or self.opg_tail.rounding:
-            ball = Ball.of(a, squares, self.hessian_tail)
-            low_, high_ = self._around(parts, ball, full_c)
-            low, high = torch.minimum(low, low_), torch.maximum(high, high_)
+        low, high = self._interval(parts, Ball.of(a, squares, self.hessian_tail), full_c)
         low, high = self._loosened(low, high, parts, (a * head).sum(-1), squares)
         return Spread(
             variance=self._g_square(parts, c_h, c_g) / self.num_examples,
@@ -114,7 +110,7 @@ class SandwichCovariance(Covariance):
         outer = LowRankPlusIdentity(q_h, self.hessian_values.reciprocal(), c_h)
         return outer.apply(middle.apply(rows)) / self.num_examples**0.5
 
-    def _interval(self, parts: _Parts, c_h: float) -> tuple[Tensor, Tensor]:
+    def _interval(self, parts: _Parts, ball: Ball, c_h: float) -> tuple[Tensor, Tensor]:
         """Return what N·variance lies between, (B, C).
 
         N·variance is ‖u + e‖² in the norm of G, where u = H̃⁻¹f, and e, what H̃⁻¹f lacks of H⁻¹f,
@@ -126,26 +122,11 @@ class SandwichCovariance(Covariance):
         least the minimum of ‖u‖² − 2t‖ΠGu‖ + λt² over t ≤ ρ, with that tail as low as it can be.
         (‖ΠGu‖ ≤ √γ‖u‖: the first is never above what the triangle inequality gives. The second can
         be below (‖u‖ − √γρ)², which holds as well.)
-        """
-        tail = self.opg_tail
-        radius = self.hessian_tail.inverse_reach * parts.outside.sqrt()
-        most = self.largest_outside
-        upper = self._g_square(parts, c_h, tail.ceiling) + tail.slack * parts.u_square(c_h)
-        # G may be more than its pairs say by no more than the slack, along u as elsewhere.
-        pull = self._pull(parts, c_h, tail.ceiling) + tail.slack * parts.u_square(c_h).sqrt()
-        high = upper + 2 * radius * pull + most * radius.square()
-        lower = self._g_square(parts, c_h, tail.floor)
-        pull = self._pull(parts, c_h, tail.floor)
-        step = torch.minimum(radius, pull / tail.floor)
-        low = lower - 2 * step * pull + tail.floor * step.square()
-        triangle = (lower.sqrt() - most**0.5 * radius).clamp(min=0).square()
-        return torch.maximum(low.clamp(min=0), triangle), high
 
-    def _around(self, parts: _Parts, ball: Ball, c_h: float) -> tuple[Tensor, Tensor]:
-        """Return `_interval` for any Q_Hᵀf and Q_Gᵀf as far from the given ones as rounding can be.
-
-        s = Q_Gᵀu = Mᵀ(Λ_H⁻¹ − c_H)a + c_H b is then within max|1/λᴴ − c_H|·r_H + c_H·r_G, and all
-        that the interval is made of is quadratic in a and in s.
+        That is for any Q_Hᵀf and Q_Gᵀf as far from the given ones as the rounding of stored vectors
+        can be: s = Q_Gᵀu = Mᵀ(Λ_H⁻¹ − c_H)a + c_H b is within max|1/λᴴ − c_H|·r_H + c_H·r_G, and
+        all that the interval is made of is quadratic in a and in s. Gu = Q_G(λᴳ − c_G)∘s + c_G u,
+        Q_Hᵀu = Λ_H⁻¹a.
         """
         tail, inverse = self.opg_tail, 1 / self.hessian_values
         c_h = 0.0 if self.hessian_tail.is_empty else c_h
@@ -212,17 +193,6 @@ class SandwichCovariance(Covariance):
         low = ((1 - own) * low).sqrt() * (1 - defects.result) - off
         high = ((1 + own) * high).sqrt() * (1 + defects.result) + off
         return low.clamp(min=0).square(), high.square()
-
-    def _pull(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
-        """‖ΠGu‖ for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C).
-
-        Gu = Q_G(λᴳ − c_G)∘s + c_G u with s = Q_Gᵀu, and Q_Hᵀu = Λ_H⁻¹a.
-        """
-        s = parts.head_g + c_h * parts.outside_g
-        bent = (self.opg_values - c_g) * s
-        whole = (bent * (bent + 2 * c_g * s)).sum(-1) + c_g**2 * parts.u_square(c_h)
-        inside = bent @ self.overlap.T + c_g * parts.head  # Q_HᵀGu
-        return (whole - inside.square().sum(-1)).clamp(min=0).sqrt()
 
     def _g_square(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
         """uᵀGu for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C)."""

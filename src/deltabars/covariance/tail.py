@@ -1,4 +1,4 @@
-"""What is certain of projections on eigenvectors that were rounded to be stored.
+"""What is not known of a matrix: the eigenvalues that were not computed, and what was rounded.
 
 Of stored vectors Q̃ the norm η = ‖Q̃ − Q‖₂ is known. So Qᵀf lies in a ball of radius η‖f‖ around
 Q̃ᵀf, and a quadratic form Σ wₖaₖ² of a = Qᵀf between bounds, because √w∘a is a norm for w ≥ 0:
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from deltabars.errors import BadValueError, SpectrumWarning, option, warn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ball:
     """The points a (K,) with ‖a − middle‖ ≤ radius, for each of a batch.
 
@@ -36,36 +37,32 @@ class Ball:
         """Return where the projections of f on the eigenvectors as they were computed lie."""
         return cls(projections, tail.rounding * squares.sqrt(), squares)
 
+    @cached_property
+    def _squared(self) -> Tensor:
+        return self.middle.square()
+
+    def form(self, weights: Tensor) -> Tensor:
+        """Return Σ wₖaₖ² in the middle, (B, C)."""
+        return self._squared @ weights
+
     def most(self, weights: Tensor) -> Tensor:
-        """At least the maximum of Σ wₖaₖ² in the ball, (B, C); weights may be negative."""
-        up, down = self._norm(weights), self._norm(-weights)
-        return (up.value + up.reach).square() - (down.value - down.reach).clamp(min=0).square()
+        """Return at least the maximum of Σ wₖaₖ² in the ball, (B, C); weights may be negative."""
+        (up, reach), (down, other) = self._norm(weights), self._norm(-weights)
+        return (up + reach).square() - (down - other).clamp(min=0).square()
 
     def least(self, weights: Tensor) -> Tensor:
-        """At most the minimum of Σ wₖaₖ² in the ball, (B, C); weights may be negative."""
+        """Return at most the minimum of Σ wₖaₖ² in the ball, (B, C); weights may be negative."""
         return -self.most(-weights)
-
-    @property
-    def outside_least(self) -> Tensor:
-        """At most ‖f‖² − ‖a‖², (B, C)."""
-        return (self.squares - self.most(torch.ones_like(self.middle[0, 0]))).clamp(min=0)
 
     @property
     def outside_most(self) -> Tensor:
         """At least ‖f‖² − ‖a‖², (B, C)."""
         return (self.squares - self.least(torch.ones_like(self.middle[0, 0]))).clamp(min=0)
 
-    def _norm(self, weights: Tensor) -> _Norm:
-        """‖√w∘ã‖ over the positive weights, and how much that can differ in the ball."""
+    def _norm(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ‖√w∘ã‖ over the positive weights, and how much that can differ in the ball."""
         positive = weights.clamp(min=0)
-        value = (self.middle.square() @ positive).sqrt()
-        return _Norm(value, positive.max().sqrt() * self.radius)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    value: Tensor
-    reach: Tensor
+        return self.form(positive).sqrt(), positive.max().sqrt() * self.radius
 
 
 @dataclass(frozen=True, eq=False)

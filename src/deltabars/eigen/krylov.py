@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,21 +50,7 @@ _SMALL_REST = 64  # dimensions outside the pairs: these can be searched whole
 _ROOM_FOR_ONE = 16  # vectors
 
 
-class KrylovOptions(TypedDict, total=False):
-    """The options of both solvers (see `block_krylov`)."""
-
-    smallest: int
-    tolerance: float | None
-    max_products: int | None
-    max_vectors: int | None
-    seed: int
-    growth: Growth | None
-    on_step: OnStep | None
-    checkpoint: Checkpoint | None
-    is_over: IsOver | None
-
-
-def lanczos(operator: Any, rank: int, **options: Unpack[KrylovOptions]) -> EigenPairs:
+def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
     """Compute the `rank` algebraically largest eigenpairs, by Lanczos.
 
     One product a step: the fewest products, for matrices whose products are dear. A converged set

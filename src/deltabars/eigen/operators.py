@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, option
 from deltabars.runtime.vectors import Space
-
-
-@runtime_checkable
-class Operator(Protocol):
-    """A symmetric matrix: (b, P) -> (b, P), one vector a row."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def matmat(self, vectors: Tensor) -> Tensor: ...
 
 
 class Products:

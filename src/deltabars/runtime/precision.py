@@ -1,4 +1,4 @@
-"""Threads: one at a time at an object, and switches of the process that several of them share."""
+"""Precision, determinism and random numbers: switches of the process, which threads share."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ _TURNS = Turns()
 
 
 def draws_numbers(work: Callable[[], Any]) -> bool:
-    """Return whether a call draws random numbers, from torch or from NumPy's or Python's own state."""
+    """Return whether a call draws random numbers: from torch, NumPy or Python."""
     before, kind = _python_numbers(), cast(Any, _Draws)
     with kind() as mode:
         work()
