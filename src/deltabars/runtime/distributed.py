@@ -63,7 +63,7 @@ class Columns:
 
 
 class Group:
-    """A process alone: every collective returns what it was given.
+    """The processes that work together; of one process alone, collectives return what they get.
 
     Attributes:
         rank: of this process, 0 to size − 1.
@@ -72,12 +72,14 @@ class Group:
         bytes: that this process has sent in them.
     """
 
-    rank = 0
-    size = 1
-
-    def __init__(self) -> None:
-        self.collectives = 0
-        self.bytes = 0
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.collectives = self.bytes = 0
+        backend = str(dist.get_backend()) if size > 1 else ""
+        self._has_nccl = "nccl" in backend
+        # NCCL alone has no collectives between CPUs.
+        on_gpus = backend in ("nccl", "cuda:nccl")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
 
     @property
     def is_first(self) -> bool:
@@ -86,52 +88,16 @@ class Group:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all processes, in place."""
-        return tensor
-
-    def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Broadcast the tensor of the first process, in place."""
-        return tensor
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Broadcast a small object of the first process."""
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Gather a small object of each process, on all of them."""
-        return [value]
-
-    def gather_columns(self, part: Tensor, columns: Columns) -> Tensor:
-        """Gather all columns (b, P) of rows of which each process holds its own (b, p)."""
-        return part
-
-    def reduce_columns(self, whole: Tensor, columns: Columns) -> Tensor:
-        """Sum (b, P) over all processes and keep the own columns (b, p); may overwrite `whole`."""
-        return whole
-
-    def exchange_rows(self, rows: Tensor, columns: Columns) -> Tensor:
-        """Exchange whole rows (n, P) of each process for the own columns (Σn, p) of all rows."""
-        return rows
-
-
-class _ProcessGroup(Group):
-    """The default process group of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        backend = str(dist.get_backend())
-        self._has_nccl = "nccl" in backend
-        # NCCL alone has no collectives between CPUs.
-        on_gpus = backend in ("nccl", "cuda:nccl")
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else None
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
         return self._in_place(dist.all_reduce, tensor, op=dist.ReduceOp.SUM)
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Broadcast the tensor of the first process, in place."""
         return self._in_place(dist.broadcast, tensor, src=0)
 
     def broadcast_object(self, value: Any) -> Any:
+        """Broadcast a small object of the first process."""
+        if self.size == 1:
+            return value
         sent = self._pickled(value if self.is_first else None)
         size = torch.tensor([len(sent)], device=sent.device)
         self._run(dist.broadcast, size, src=0)
@@ -140,6 +106,9 @@ class _ProcessGroup(Group):
         return value if self.is_first else _unpickled(sent)
 
     def gather_objects(self, value: Any) -> list[Any]:
+        """Gather a small object of each process, on all of them."""
+        if self.size == 1:
+            return [value]
         own = self._pickled(value)
         sizes = torch.empty(self.size, dtype=torch.int64, device=own.device)
         self._run(_GATHER, sizes, torch.tensor([len(own)], device=own.device))
@@ -149,6 +118,9 @@ class _ProcessGroup(Group):
         return [_unpickled(part[:size]) for part, size in zip(found, sizes.tolist(), strict=True)]
 
     def gather_columns(self, part: Tensor, columns: Columns) -> Tensor:
+        """Gather all columns (b, P) of rows of which each process holds its own (b, p)."""
+        if self.size == 1:
+            return part
         rows, widths = part.shape[0], columns.widths
         self._check_device(part)
         sent = _padded(part, max(widths))
@@ -158,6 +130,9 @@ class _ProcessGroup(Group):
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
     def reduce_columns(self, whole: Tensor, columns: Columns) -> Tensor:
+        """Sum (b, P) over all processes and keep the own columns (b, p); may overwrite `whole`."""
+        if self.size == 1:
+            return whole
         widths = columns.widths
         if not (self._has_nccl and whole.is_cuda):  # Gloo's own is an all-reduce and more
             return self.all_reduce_(whole)[:, columns.own].contiguous()
@@ -170,6 +145,9 @@ class _ProcessGroup(Group):
         return found[:, : widths[self.rank]].contiguous()
 
     def exchange_rows(self, rows: Tensor, columns: Columns) -> Tensor:
+        """Exchange whole rows (n, P) of each process for the own columns (Σn, p) of all rows."""
+        if self.size == 1:
+            return rows
         self._check_device(rows)
         counts, widths = self.gather_objects(len(rows)), columns.widths
         sent = torch.cat([part.reshape(-1) for part in rows.split(widths, dim=1)])
@@ -194,6 +172,8 @@ class _ProcessGroup(Group):
 
     def _in_place(self, operation: Any, tensor: Tensor, **options: Any) -> Tensor:
         """Run an operation that changes a tensor in place, on the device that it needs."""
+        if self.size == 1:
+            return tensor
         held = tensor.contiguous()
         if self._device is not None and held.device.type != "cuda":
             held = held.to(self._device)
@@ -217,15 +197,14 @@ class _ProcessGroup(Group):
 
 def current_group() -> Group:
     """Return torch's default process group; a group of this process alone where there is none."""
-    if _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized()):
-        return Group()
-    if dist.get_world_size() == 1:
+    is_alone = _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized())
+    if is_alone or dist.get_world_size() == 1:
         return Group()
     group = dist.group.WORLD
     found = _GROUPS.get(id(group))
     if found is None or found[0] is not group:
         _GROUPS.clear()  # of groups that were destroyed
-        found = _GROUPS[id(group)] = (group, _ProcessGroup())
+        found = _GROUPS[id(group)] = (group, Group(dist.get_rank(), dist.get_world_size()))
     return found[1]
 
 
@@ -247,7 +226,7 @@ def alone() -> Iterator[None]:
         _IS_ALONE.reset(token)
 
 
-_GROUPS: dict[int, tuple[Any, _ProcessGroup]] = {}
+_GROUPS: dict[int, tuple[Any, Group]] = {}
 _IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
 
 
