@@ -15,14 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from deltabars.errors import BadValueError, MissingDependencyError
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import ONE_AN_INPUT, ONE_AN_OUTPUT, Prediction
 from deltabars.storage.writing import write_whole
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
-_ONE_AN_INPUT = (
-    "score", "score_error", "mutual_information", "entropy", "saturated", "impossible",
-)  # fmt: skip
-_SEVERAL_AN_INPUT = ("mean", "std", "std_error", "total_std", "moderated")
 _NAMED = ("target", "label")  # have a column of names, or a column an output
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
@@ -62,16 +58,11 @@ def columns_of(
             found["probability"] = _probability(prediction).numpy()
             if targets is not None and targets.ndim == 1:
                 found["right"] = targets.cpu().numpy() == arrays["label"]
-    found.update({name: arrays[name] for name in _ONE_AN_INPUT if name in arrays})
     chosen = arrays.get("classes")
-    count = prediction.mean.shape[1]
-    endings = _endings(count, classes if chosen is None else None)
-    if chosen is not None:
-        for k in range(count):
-            found[f"class_{k}"] = _named(chosen[:, k], classes)
-    for name in _SEVERAL_AN_INPUT:
-        if name in arrays:
-            found.update({f"{name}_{end}": arrays[name][:, k] for k, end in enumerate(endings)})
+    endings = _endings(prediction.mean.shape[1], classes if chosen is None else None)
+    for name, values in prediction.columns(endings, interval_ends=False).items():
+        is_number = chosen is not None and name.startswith("class_")
+        found.setdefault(name, _named(values, classes) if is_number else values)
     return found
 
 
@@ -134,8 +125,8 @@ def _endings(count: int, classes: Sequence[str] | None) -> list[str]:
         raise BadValueError(
             f"classes: expected a name for each of the {count} outputs, got {len(classes)}."
         )
-    fixed = [*_ONE_AN_INPUT, *(f"{name}_name" for name in _NAMED)]
-    whole = [f"{name}_{end}" for name in (*_SEVERAL_AN_INPUT, *_NAMED) for end in classes]
+    fixed = [*ONE_AN_INPUT, *(f"{name}_name" for name in _NAMED)]
+    whole = [f"{name}_{end}" for name in (*ONE_AN_OUTPUT, *_NAMED) for end in classes]
     if len({*fixed, *whole}) == len(fixed) + len(whole):
         return list(classes)
     return [f"{k}_{name}" for k, name in enumerate(classes)]  # no prefix above ends in a digit
