@@ -30,7 +30,6 @@ ZERO_CROSSING = "#009E73"
 REGRESSION = "#D55E00"
 REFERENCE = "#000000"
 FAINT = "#A6A6A6"
-SHADE = "#EEEEEE"
 
 _SETTINGS: dict[str, Any] = {
     "font.size": 8,
@@ -87,14 +86,13 @@ def new_figure(
     height: float,
     layout: Literal["constrained", "compressed"] | None = "constrained",
 ) -> Figure:
-    """An empty figure of that size in inches, known to no window and to no global list."""
-    with house_style():
-        from matplotlib.figure import Figure
+    """Return an empty figure of that size in inches, known to no window and to no global list."""
+    from matplotlib.figure import Figure
 
-        return Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Figure:
     """Write a figure to a .png, .pdf or .svg file: the same bytes for the same picture.
 
     Raises:
@@ -107,18 +105,17 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
             f"path: expected a name that ends in one of {', '.join(_METADATA)}, got {path}."
         )
     options: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
-    # Ticks are made while drawing, so the settings must hold here too.
-    with house_style():
-        # A layout knows the ticks' labels, and so the room they need, from the pass before.
-        figure.draw_without_rendering()
-        try:
-            figure.savefig(path, dpi=DPI, metadata=_METADATA[suffix], **options)
-        except OSError as error:
-            raise StorageError(f"Cannot write {path}: {error.strerror or error}") from error
+    # A layout knows the ticks' labels, and so the room they need, from the pass before.
+    figure.draw_without_rendering()
+    try:
+        figure.savefig(path, dpi=DPI, metadata=_METADATA[suffix], **options)
+    except OSError as error:
+        raise StorageError(f"Cannot write {path}: {error.strerror or error}") from error
+    return figure
 
 
 def legends_below(figure: Figure, panels: Sequence[Axes], drop: float) -> None:
-    """One legend under all panels where it can serve them all, else one under each.
+    """Put one legend under all panels where it can serve them all, else one under each.
 
     It can where the entries of one panel include those of all others.
 
@@ -145,7 +142,7 @@ _GRID = 101
 
 
 def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
-    """The local-linear regression of y on x with a Gaussian kernel, in float64.
+    """Compute the local-linear regression of y on x with a Gaussian kernel, in float64.
 
     At each grid point t the value is a of the line that minimises
 
@@ -155,8 +152,7 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     three points lie within a bandwidth of t, or they all have the same x, there is no such line
     that the data support, and the value is NaN.
 
-    Costs n·g kernel values and R·n·g multiplications, in chunks of n: memory beyond the arguments
-    is some tens of bytes for each of 8,192·g values.
+    Cost: n·g kernel values and R·n·g multiplications, in chunks of n.
 
     Args:
         x: (n,).
@@ -197,7 +193,7 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
 
 
 def smooth_curve(x: Tensor, y: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-    """101 even grid points from the lowest to the highest x (n,), and y smoothed there.
+    """Smooth y at 101 even grid points from the lowest to the highest x (n,); return both.
 
     Both are empty where there are no points.
     """
