@@ -68,15 +68,20 @@ def page(window):
 
 
 def test_all_parts_are_drawn(page):
-    for plot in ("spectrum", "uncertainty", "ranking"):
+    for plot in ("spectrum", "uncertainty", "risk"):
         assert page.locator(f"#{plot}-plot .scatterlayer .trace").count() >= 3
         assert len(page.locator(f"#{plot}-summary").inner_text()) > 60
     assert page.locator("#areas tbody tr").count() == 4
     at_80 = page.locator("#areas tbody td").nth(1).inner_text().replace("\u202f", " ")
-    assert f"lowest scores, {at_80} are" in page.locator("#ranking-summary").inner_text()
+    assert f"lowest scores, {at_80} are" in page.locator("#risk-summary").inner_text()
     assert page.locator(".shelf").count() == 10
     assert page.locator(".fact").count() == 8
     assert page.locator("#shelves img").evaluate_all("all => all.every(i => i.naturalWidth === 8)")
+    first = page.locator("main .notice, main .fact, main .plot").first
+    assert first.inner_text().startswith("Ranking only.")
+    assert page.locator("#scores-plot .barlayer .point").count() > 5
+    assert page.locator("#calibration-plot .scatterlayer .trace").count() == 2
+    assert page.locator("#classes tbody tr").count() == 20  # by class, and the confusion
 
 
 def test_sorting_by_every_column(page, data):
@@ -157,14 +162,6 @@ def test_names_are_no_formulas_in_a_spreadsheet(visit, tmp_path):
     for place, name in enumerate(odd):
         assert found[place]["name"] == ("'" + name if name[0] in "=+-@\t" else name)
     assert len(found) == COUNT
-
-
-def test_the_judgement_comes_first_and_quality_is_shown(page):
-    first = page.locator("main .notice, main .fact, main .plot").first
-    assert first.inner_text().startswith("Ranking only.")
-    assert page.locator("#histogram-plot .barlayer .point").count() > 5
-    assert page.locator("#calibration-plot .scatterlayer .trace").count() == 2
-    assert page.locator("#classes tbody tr").count() == 20  # by class, and the confusion
 
 
 def test_pages_of_fifty(page):

@@ -30,7 +30,7 @@ from deltabars.cli.runs import Kept, Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import DataWarning, DeltaBarsError, ModelWarning, StorageError
-from deltabars.report.page.assembling import save_report
+from deltabars.report.page import save_report
 from deltabars.runtime.precision import Shared, Turns, same_bits
 from deltabars.storage import format as storage
 from tests.conftest import cached_case

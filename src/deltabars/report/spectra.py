@@ -18,7 +18,7 @@ from deltabars.report.style import (
     REFERENCE,
     ZERO_CROSSING,
     house_style,
-    legends_below,
+    legend_below,
     new_figure,
     save,
 )
@@ -95,7 +95,7 @@ def save_spectra(
     bottom = max(magnitudes[magnitudes > 0].min(initial=l2), _DECADES * l2)
     panels[0].set_ylim(bottom / 2, 2 * magnitudes.max(initial=l2))
     panels[0].set_ylabel("magnitude of the eigenvalue")
-    legends_below(figure, panels, 0.25)
+    legend_below(figure, panels)
     return save(figure, path)
 
 
@@ -158,5 +158,5 @@ def save_tuning(path: str | os.PathLike[str], tuning: Tuning) -> Figure:
     axes.axvline(tuning.fit.level, color=ZERO_CROSSING, linestyle=":", label="the best λ")
     axes.axvline(fitted, color=REFERENCE, linestyle="--", linewidth=0.9, label="the fitted λ")
     axes.set(xscale="log", xlabel="λ", ylabel=name)
-    legends_below(figure, [axes], 0.2)
+    legend_below(figure, [axes])
     return save(figure, path)

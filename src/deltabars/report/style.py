@@ -114,25 +114,20 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Figure:
     return figure
 
 
-def legends_below(figure: Figure, panels: Sequence[Axes], drop: float) -> None:
-    """Put one legend under all panels where it can serve them all, else one under each.
-
-    It can where the entries of one panel include those of all others.
-
-    Args:
-        figure: the panels' figure.
-        panels: axes with labelled lines, bands and dots.
-        drop: how far below a panel its own legend starts, as a share of the panel's height.
-    """
-    entries = [axes.get_legend_handles_labels() for axes in panels]
-    handles, labels = max(entries, key=lambda entry: len(entry[1]))
-    spacing = {"columnspacing": 1.4, "markerscale": 4}
-    if all(set(own) <= set(labels) for _, own in entries):
-        columns = min(len(labels), 5)
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, **spacing)
-        return
+def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Put one legend under all panels, with an entry for each label."""
+    entries: dict[Any, Any] = {}
     for axes in panels:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -drop), borderaxespad=0, **spacing)
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=min(len(entries), 5),
+        columnspacing=1.4,
+        markerscale=4,
+    )
 
 
 _NEEDED = 3  # points within a bandwidth
@@ -193,10 +188,7 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
 
 
 def smooth_curve(x: Tensor, y: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-    """Smooth y at 101 even grid points from the lowest to the highest x (n,); return both.
-
-    Both are empty where there are no points.
-    """
+    """Smooth y at 101 even points from the lowest to the highest x (n,); return points and y."""
     if len(x) == 0:
         return x, y
     grid = torch.linspace(float(x.min()), float(x.max()), _GRID, dtype=torch.float64)

@@ -22,7 +22,7 @@ from deltabars.report.style import (
     REGRESSION,
     TRUE_POSITIVE,
     house_style,
-    legends_below,
+    legend_below,
     new_figure,
     save,
     smooth_curve,
@@ -60,9 +60,8 @@ def save_uncertainty(
     wrong ones (false positives), between the lowest and the highest probability of each and where
     there are enough predictions nearby.
     """
-    figure = new_figure(PAGE, 2.7 if title else 2.5)
-    if title:
-        figure.suptitle(title)
+    figure = new_figure(PAGE, 2.7)
+    figure.suptitle(title)
     places = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     for axes, panel in zip(places, panels, strict=True):
         _draw_panel(axes, panel)
@@ -70,7 +69,7 @@ def save_uncertainty(
     places[0].set_xlim(-0.02, 1.02)
     places[0].set_ylim(-0.02 * highest, 1.05 * highest)
     places[0].set_ylabel("std of the probability")
-    legends_below(figure, places, 0.3)
+    legend_below(figure, places)
     return save(figure, path)
 
 
@@ -78,8 +77,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     x, y = panel.probability.flatten(), panel.std.flatten()
     chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_MOST_DOTS]
     dots: dict[str, Any] = {"s": 1.2, "color": FAINT, "linewidths": 0, "alpha": 0.5}
-    label = f"all classes ({len(x):,})"
-    axes.scatter(x[chosen].numpy(), y[chosen].numpy(), label=label, rasterized=True, **dots)
+    axes.scatter(x[chosen].numpy(), y[chosen].numpy(), label="all classes", rasterized=True, **dots)
     top = panel.label[:, None]
     p, std = panel.probability.gather(1, top)[:, 0], panel.std.gather(1, top)[:, 0]
     for name, color, these in (
@@ -87,11 +85,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         ("false positives", FALSE_POSITIVE, ~panel.right),
     ):
         grid, curve = smooth_curve(p[these], std[these], _BANDWIDTH)
-        label = f"{name} ({int(these.sum()):,})"
         axes.plot(grid.numpy(), curve.numpy(), color="white", linewidth=3, zorder=2.5)
-        axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=label, zorder=3)
-    axes.set_title(panel.title)
-    axes.set_xlabel("probability")
+        axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=name, zorder=3)
+    right, wrong = int(panel.right.sum()), int((~panel.right).sum())
+    axes.set(title=panel.title, xlabel=f"probability ({right:,} true, {wrong:,} false positives)")
 
 
 _IN_A_ROW = 3
@@ -126,10 +123,8 @@ def save_comparisons(
 
     columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
-    height = 2.35 * rows + (0.55 if title else 0.35)
-    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), height, "compressed")
-    if title:
-        figure.suptitle(title)
+    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), 2.35 * rows + 0.55, "compressed")
+    figure.suptitle(title)
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in places[len(panels) :]:
         unused.remove()
@@ -141,7 +136,7 @@ def save_comparisons(
     for cell in cells:
         cell.set_norm(LogNorm(1, max(most, 2)))
         cell.set_cmap(shades)
-    legends_below(figure, places[(rows - 1) * columns :], 0.28)
+    legend_below(figure, places)
     figure.colorbar(cells[-1], ax=places, shrink=0.9 / rows, pad=0.02, label="pairs in a cell")
     return save(figure, path)
 
@@ -182,7 +177,7 @@ def save_surfaces(
     error: Tensor,
     title: str,
 ) -> Figure:
-    """Draw smoothed std (left) and its error (right) over K and probability (Figure 6).
+    """Draw smoothed std and its error over K and probability, as colours (the paper's Figure 6).
 
     Nothing is drawn where a value is NaN.
 
@@ -194,34 +189,18 @@ def save_surfaces(
         error: (R, g), the bound on std's own error.
         title: over both.
     """
-    # A layout of its own: matplotlib's leave much room around 3-D axes, and cut their labels.
-    figure = new_figure(PAGE, 3.0, layout=None)
-    figure.suptitle(title, y=0.98)
-    for left, height, name in ((0.0, std, "std"), (0.5, error, "error of the std")):
-        axes = figure.add_axes((left, 0.07, 0.5, 0.83), projection="3d")
-        _draw_surface(axes, ranks, grid, height, name)
+    figure = new_figure(PAGE, 2.9)
+    figure.suptitle(title)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, height, name in zip(panels, (std, error), ("std", "error of the std"), strict=True):
+        top = float(height.nan_to_num().max()) or 1.0
+        mesh = axes.pcolormesh(
+            ranks.numpy(), grid.numpy(), height.T.numpy(), vmin=0, vmax=top, rasterized=True
+        )
+        figure.colorbar(mesh, ax=axes)
+        axes.set(title=name, xlabel="eigenpairs K")
+    panels[0].set_ylabel("probability")
     return save(figure, path)
-
-
-# matplotlib does not say what a 3-D projection's axes are.
-def _draw_surface(axes: Any, ranks: Tensor, grid: Tensor, height: Tensor, name: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    x, y = np.meshgrid(ranks.numpy(), grid.numpy(), indexing="ij")
-    z = height.double().numpy()
-    top = float(np.nanmax(z, initial=0.0)) or 1.0
-    mesh = {"rstride": 1, "cstride": 1, "linewidth": 0.2, "edgecolor": (1, 1, 1, 0.4)}
-    axes.plot_surface(x, y, z, cmap="viridis", vmin=0, vmax=top, rasterized=True, **mesh)
-    axes.set_zlim(0, top)
-    axes.set_title(name, y=1.01)
-    axes.set_xlabel("eigenpairs K", labelpad=-4)
-    axes.set_ylabel("probability", labelpad=-4)
-    axes.tick_params(pad=-2)
-    axes.tick_params(axis="z", pad=2)
-    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
-        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.view_init(elev=24, azim=-52)
-    axes.set_box_aspect((1.15, 1.15, 0.8), zoom=1.13)
 
 
 @dataclass(frozen=True)
@@ -255,7 +234,7 @@ def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> 
     lines[0].set_label(label)
     axes.set(xlim=(ranks.min(), ranks.max()), xlabel="eigenpairs K", ylabel="score")
     axes.set_ylim(bottom=0)
-    legends_below(figure, [axes], 0.2)
+    legend_below(figure, [axes])
     image = foreign.image.numpy()
     colours = image.transpose(1, 2, 0) if image.ndim == 3 else image
     picture.imshow(colours, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
