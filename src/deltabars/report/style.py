@@ -44,14 +44,7 @@ _SETTINGS: dict[str, Any] = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
     "lines.linewidth": 1.3,
-    "grid.color": "#D0D0D0",
-    "grid.linewidth": 0.5,
-    "patch.linewidth": 0.6,
     "pdf.fonttype": 42,  # text stays text, which journals ask for
     "svg.hashsalt": "deltabars",  # else names inside the file are random
 }
@@ -143,11 +136,8 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
 
         Σₙ wₙ (yₙ − a − b dₙ)²        dₙ = (xₙ − t)/bandwidth,  wₙ = exp(−dₙ²/2)
 
-    which is a = (S₂T₀ − S₁T₁)/(S₀S₂ − S₁²) with Sⱼ = Σ wₙdₙʲ and Tⱼ = Σ wₙdₙʲyₙ. Where fewer than
-    three points lie within a bandwidth of t, or they all have the same x, there is no such line
-    that the data support, and the value is NaN.
-
-    Cost: n·g kernel values and R·n·g multiplications, in chunks of n.
+    which is a = (S₂T₀ − S₁T₁)/(S₀S₂ − S₁²) with Sⱼ = Σ wₙdₙʲ and Tⱼ = Σ wₙdₙʲyₙ. It is NaN where
+    fewer than three points lie within a bandwidth of t, or all have the same x.
 
     Args:
         x: (n,).

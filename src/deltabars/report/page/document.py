@@ -19,7 +19,7 @@ from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.report import style
-from deltabars.report.page.glance import Notice, facts, meaning, notices, verdict
+from deltabars.report.page.glance import facts, notices, ratio
 from deltabars.report.page.inputs import Source, choose_ranks, join, settle, texts_of
 from deltabars.report.page.plots import (
     calibration_plot,
@@ -38,13 +38,6 @@ from deltabars.storage.writing import check_can_write, write_text
 TITLE = "Which predictions to trust"
 
 _PROGRAM = ("page.js", "plots.js", "table.js", "gallery.js", "detail.js", "start.js")
-_LEFT_OUT = {
-    "bernoulli": "There is no gallery by class: an input may have several labels. A prediction "
-    "counts as right where all of its labels are.",
-    "gaussian": "There is no gallery by class and no risk against coverage: the network predicts "
-    "numbers, not classes. The table shows the first output.",
-}
-_UNKNOWN = " The targets were not given, so the page cannot say which predictions are wrong."
 
 
 def save_report(
@@ -194,51 +187,33 @@ def _assemble(
         "risk": risk_plot(subject),
         "calibration": calibration_plot(subject),
     }
+    label = subject.prediction.label
     data = {
         "kind": subject.kind,
+        "facts": facts(subject),
+        "notices": notices(subject),
+        "ratio": ratio(subject),
         "classes": list(subject.classes),
         "total": len(subject),
         "columns": columns(subject),
         "rows": rows,
         "shelves": [vars(shelf) for shelf in shelves],
+        "left_out": 0 if label is None else len(label.unique()) - len(shelves),
         "plots": {name: plot for name, plot in plots.items() if plot is not None},
         "tables": class_tables(subject),
     }
-    calibration = plots["calibration"] or {"title": "Calibration", "about": ""}
     fitted_with = subject.fit.diagnostics.get("torch")
-    texts = {
-        "title": title,
-        "subtitle": " · ".join(about),
-        "meaning": meaning(subject),
-        "left_out": _LEFT_OUT.get(subject.kind, ""),
-        "axis": "prediction" if subject.kind == "gaussian" else "probability",
-        "unknown": "" if subject.targets is not None else _UNKNOWN,
-        "calibration_title": calibration["title"],
-        "calibration_about": calibration["about"],
-        "gallery_about": _gallery_about(subject, shelves),
-        "rows_about": _rows_about(subject, len(rows["index"])),
-        "versions": f"deltabars {VERSION}, plotly {version}"
-        + (f"; fitted with torch {fitted_with}" if fitted_with else ""),
-    }
-    sections = {
-        "risk": plots["risk"],
-        "calibration": plots["calibration"],
-        "classes": data["tables"],
-        "gallery": shelves,
-    }
+    versions = f"deltabars {VERSION}, plotly {version}"
     colours = {
         "blue": style.TRUE_POSITIVE,
         "orange": style.FALSE_POSITIVE,
         "vermilion": style.REGRESSION,  # orange is paler than text may be on white
         "green": style.FULL_RANK,
     }
-    judged = verdict(subject)
-    marks = [_notice(judged, "" if judged.grave else "fine"), *map(_notice, notices(subject))]
     return Template(_part("page.html")).substitute(
-        {name: escape(text) for name, text in texts.items()},
-        **{f"{name}_hidden": "" if there else "hidden" for name, there in sections.items()},
-        facts="\n".join(_fact(*fact) for fact in facts(subject)),
-        notices="\n".join(marks),
+        title=escape(title),
+        subtitle=escape(" · ".join(about)),
+        versions=escape(versions + (f"; fitted with torch {fitted_with}" if fitted_with else "")),
         css=Template(_part("page.css")).substitute(colours),
         data=_json(data),
         library=library.replace("</script", r"<\/script"),
@@ -254,37 +229,3 @@ def _json(data: Any) -> str:
     """Return JSON that cannot end the script element it stands in."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _fact(name: str, value: str, note: str) -> str:
-    return (
-        f'<div class="fact"><dt>{escape(name).replace("λ_K", "λ<sub>K</sub>")}</dt>'
-        f"<dd><strong>{escape(value)}</strong><span>{escape(note)}</span></dd></div>"
-    )
-
-
-def _notice(notice: Notice, kind: str = "") -> str:
-    kind = kind or ("grave" if notice.grave else "mild")
-    said = "Note: " if kind == "mild" else ""
-    return (
-        f'<p class="notice {kind}"><strong>{said}{escape(notice.title)}</strong> '
-        f"{escape(notice.text)}</p>"
-    )
-
-
-def _gallery_about(subject: Subject, shelves: Sequence[Shelf]) -> str:
-    text = "The inputs with the lowest and the highest scores of each predicted class."
-    if subject.prediction.label is None or not shelves:
-        return text
-    missing = len(subject.prediction.label.unique()) - len(shelves)
-    more = f" {missing:,} classes that were predicted less often are left out." if missing else ""
-    return text + more
-
-
-def _rows_about(subject: Subject, shown: int) -> str:
-    if shown == len(subject):
-        return "All inputs are here."
-    return (
-        f"{shown:,} of {len(subject):,} inputs are here: those of the gallery, those with the "
-        "highest scores, and an even sample of the others. All figures above are over all inputs."
-    )

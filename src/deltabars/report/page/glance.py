@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from deltabars.prediction.judgement import LEVELS, mean_bound
 from deltabars.report.page.subject import Subject, percent, say
 
@@ -15,13 +13,7 @@ _ESTIMATORS = {
 }
 
 
-@dataclass(frozen=True)
-class Notice:
-    """Something to know before trusting the numbers, and what to do about it."""
-
-    title: str
-    text: str
-    grave: bool
+Notice = tuple[str, str, str]  # title, text, and its kind: grave, mild or fine
 
 
 def facts(subject: Subject) -> list[tuple[str, str, str]]:
@@ -36,7 +28,7 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
         ("Eigenpairs K", say(fit.rank), f"{percent(fit.rank / fit.num_parameters)} of P"),
         ("Estimator", fit.estimator, _ESTIMATORS[fit.estimator]),
         (
-            "λ_K against λ",
+            "λₖ against λ",
             f"{say(last)} / {say(fit.level)}",
             f"last eigenvalue of the {matrix} over λ: {say(last / fit.level, 2)} times",
         ),
@@ -60,39 +52,22 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     return found
 
 
-def meaning(subject: Subject) -> str:
-    """Say what the numbers mean, in plain sentences."""
-    right, is_number = subject.right, subject.kind == "gaussian"
-    text = (
-        f"An error bar says how far a predicted {'number' if is_number else 'probability'} would "
-        "move had the network been trained on other examples of the same kind. The score of an "
-        f"input joins the error bars of its {'outputs' if is_number else 'classes'} in one number: "
-        "look at the highest scores first."
-    )
-    if is_number:
-        return f"{text} The noise of the targets comes on top of it."
-    if right is not None and bool(right.any()) and bool((~right).any()):
-        score = subject.prediction.score.double()
-        ratio = float(score[~right].mean() / score[right].mean())
-        text += f" Here wrong predictions have {say(ratio, 2)} times the mean score of right ones."
-    return text
-
-
-def verdict(subject: Subject) -> Notice:
-    """Return the judgement of the prediction, which comes before all else."""
-    found = subject.prediction.judgement
-    assert found is not None
-    title = f"{found.level.capitalize()}."
-    return Notice(title, f"{found.reason} {found.remedy}", found.level != LEVELS[0])
+def ratio(subject: Subject) -> str | None:
+    """Return the mean score of wrong predictions over that of right ones, where there are both."""
+    right, score = subject.right, subject.prediction.score.double()
+    if right is None or bool(right.all()) or not bool(right.any()):
+        return None
+    return say(float(score[~right].mean() / score[right].mean()), 2)
 
 
 def notices(subject: Subject) -> list[Notice]:
-    """Return notes on the fit and on its predictions, the grave ones first."""
-    fit, prediction, found = subject.fit, subject.prediction, []
+    """Return the judgement, then notes on the fit and on its predictions, the grave ones first."""
+    fit, prediction = subject.fit, subject.prediction
+    found: list[Notice] = []
     fitted = fit.diagnostics.get("fitted_l2")
     if fitted is not None and fitted != fit.l2:
         text = f"The eigenpairs were computed at l2 = {fitted} and moved to {fit.l2}."
-        found.append(Notice("λ is not that of the fit.", text, False))
+        found.append(("λ is not that of the fit.", text, "mild"))
     for name, pairs in fit.spectra.items():
         known = fit.diagnostics.get(name, {})
         missing = len(pairs) - int(known.get("converged", len(pairs)))
@@ -102,7 +77,7 @@ def notices(subject: Subject) -> list[Notice]:
                 f"tolerance {known.get('tolerance', 0):.1g}. Fit again with a smaller rank or with "
                 "more products."
             )
-            found.append(Notice("Eigenpairs have not converged.", text, True))
+            found.append(("Eigenpairs have not converged.", text, "grave"))
         below = float(known.get("tail_below_l2", 0.0))
         if below > 0 and name == "hessian":
             text = (
@@ -110,7 +85,7 @@ def notices(subject: Subject) -> list[Notice]:
                 "are about the spectrum corrected to λ. For bounds that are theorems fit with "
                 "the estimator opg or ggn."
             )
-            found.append(Notice("The Hessian's spectrum reaches below λ.", text, False))
+            found.append(("The Hessian's spectrum reaches below λ.", text, "mild"))
     for title, mark, text in (
         (
             "Some error bars vanish.",
@@ -126,5 +101,9 @@ def notices(subject: Subject) -> list[Notice]:
     ):
         if mark is not None and bool(mark.any()):
             count = f"{int(mark.sum()):,} of {len(subject):,} inputs have an error bar "
-            found.append(Notice(title, count + text, False))
-    return sorted(found, key=lambda notice: not notice.grave)
+            found.append((title, count + text, "mild"))
+    judged = prediction.judgement
+    assert judged is not None
+    kind = "fine" if judged.level == LEVELS[0] else "grave"
+    first = f"{judged.level.capitalize()}.", f"{judged.reason} {judged.remedy}", kind
+    return [first, *sorted(found, key=lambda notice: notice[2])]

@@ -183,9 +183,6 @@ def calibration_plot(subject: Subject) -> Plot | None:
             "y": short(shares),
             "counts": [targets.numel()] * len(_LEVELS),
             "axes": ["level of the interval", "targets inside"],
-            "title": "Coverage of intervals",
-            "about": "Of good intervals, mean ± z·total_std, as many targets lie inside as they "
-            "say.",
             "summary": f"Of {targets.numel():,} targets {nine} lie in their 90 % intervals.",
         }
     mean = prediction.mean.double().clamp(0, 1)  # off by rounding, as was checked
@@ -202,9 +199,6 @@ def calibration_plot(subject: Subject) -> Plot | None:
         "y": short((rights / counts)[used]),
         "counts": counts[used].tolist(),
         "axes": ["highest probability", "share of right predictions"],
-        "title": "Reliability",
-        "about": "Of predictions with a probability of 80 % four fifths should be right: points "
-        f"below the line are too confident. In {count} bins.",
         "summary": f"The expected calibration error (ECE) is {percent(error)}: the mean highest "
         f"probability is {percent(float(highest.mean()))}, and {percent(float(right.mean()))} of "
         "the predictions are right.",
