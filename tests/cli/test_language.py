@@ -79,7 +79,7 @@ def test_the_language_is_that_of_the_caller_and_no_name_is_taken_for_an_option()
         assert option("dtype", torch.float64) == "--dtype float64"
         assert option("memory_budget=") == "--memory-budget"
         assert option("rank", None) == "no --rank"
-        assert option("moderation", "probit") == "moderation='probit'"  # it has no such option
+        assert option("moderation", "auto") == "moderation='auto'"  # it has no such option
         mine = "rank: expected a number, got 'rank=3: expected params=x'."
         assert in_options(mine) == f"--{mine}"
         assert in_options("rank/5.pt: expected a file") == "rank/5.pt: expected a file"

@@ -97,33 +97,27 @@ def test_two_classes_are_an_integral_of_one_dimension(center, scale):
         assert float(found.mean[0, 0]) == pytest.approx(mean, abs=1e-4)  # 16,384 points
         assert float(found.entropy[0]) == pytest.approx(total, abs=3e-4)
         assert float(found.mutual_information[0]) == pytest.approx(total - left, abs=3e-4)
-    probit = Moderation(BERNOULLI, None)(*single)
-    assert float(probit.mean[0, 0]) == pytest.approx(mean, abs=0.02)  # what the formula is off by
-    assert probit.mutual_information is None
 
 
-@pytest.mark.parametrize("method", ["sampling", "probit"])
-def test_laws_of_averages(method):
+def test_laws_of_averages():
     """Without scatter the mean stays; what all logits share, and their order, do not matter."""
     outputs, covariance = scattered(6, 5)
     for likelihood in (CATEGORICAL, BERNOULLI):
-        how = sampling(likelihood, 5) if method == "sampling" else Moderation(likelihood, None)
-        found = how(outputs, torch.zeros_like(covariance))
+        found = sampling(likelihood, 5)(outputs, torch.zeros_like(covariance))
         torch.testing.assert_close(found.mean, likelihood.mean(outputs), rtol=1e-12, atol=0)
         torch.testing.assert_close(found.entropy, likelihood.entropy(found.mean))
-        if method == "sampling":
-            assert float(found.mutual_information.min()) >= 0
-            assert float(found.mutual_information.max()) < 1e-14
-    points = normal_points(512, 5, 0) if method == "sampling" else None
+        assert float(found.mutual_information.min()) >= 0
+        assert float(found.mutual_information.max()) < 1e-14
+    points = normal_points(512, 5, 0)
     expected = Moderation(CATEGORICAL, points)(outputs, covariance)
     moved = Moderation(CATEGORICAL, points)(outputs + 30.0, covariance + 25.0)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    found = Moderation(CATEGORICAL, points[:, order])(
+        outputs[:, order], covariance[:, order][:, :, order]
+    )
     # The root of what the shift's scatter leaves of rounding: √(25·1e-16) or so.
     torch.testing.assert_close(moved.mean, expected.mean, rtol=0, atol=1e-7)
     torch.testing.assert_close(moved.entropy, expected.entropy, rtol=0, atol=1e-7)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    found = Moderation(CATEGORICAL, None if points is None else points[:, order])(
-        outputs[:, order], covariance[:, order][:, :, order]
-    )
     torch.testing.assert_close(found.mean, expected.mean[:, order], rtol=0, atol=1e-8)
 
 
@@ -199,9 +193,6 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
     out = fitted(dense_case).predict(dense_case.unseen, moderation=None)
     assert all(getattr(out, name) is None for name in FIELDS)
     assert "moderated_0" not in out.to_pandas()
-    probit = fitted(dense_case).predict(dense_case.unseen, moderation="probit")
-    assert probit.mutual_information is None
-    assert probit.numpy().keys() >= {"moderated", "entropy"}
     assert choose_moderation("auto", 512, 0, 101, CATEGORICAL, subset=False) is None
     assert choose_moderation("sampling", 512, 0, 101, CATEGORICAL, subset=False) is not None
     regression = cached_case("dense", likelihood="gaussian")
@@ -209,7 +200,7 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
     assert fit.predict(regression.unseen).moderated is None
     with pytest.raises(BadValueError, match="no Gaussian likelihood"):
         fit.predict(regression.unseen, moderation="sampling")
-    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation='probit'"):
+    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation=None"):
         choose_moderation("sampling", 512, 0, 30_000, CATEGORICAL, subset=False)
 
 
@@ -221,7 +212,7 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
         ({"samples": 0}, "samples: expected a whole number from 1"),
         ({"samples": 2.5}, "samples: expected a whole number from 1"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
-        ({"moderation": "probit", "classes": [0]}, "needs probabilities of all classes"),
+        ({"moderation": "sampling", "classes": [0]}, "needs probabilities of all classes"),
     ],
 )
 def test_refusals(dense_case, options, message):

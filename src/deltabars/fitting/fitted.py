@@ -72,8 +72,8 @@ class DeltaFit(FittedState):
                 ones, or a list of class numbers: only their rows are computed, and only they count
                 in the score.
             moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
-                `samples` points of the logits' scatter (`"sampling"`), by a formula without the
-                mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
+                `samples` points of the logits' scatter (`"sampling"`), or not (None). `"auto"`
+                samples up to 100 classes.
             samples, seed: of the sampling; the same ones for all inputs.
             batch_size: inputs processed at a time; chosen by the memory budget by default.
             progress: whether to show it; as the fit does by default.

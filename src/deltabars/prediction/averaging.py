@@ -14,7 +14,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.likelihoods.base import Likelihood
 
-METHODS = ("auto", "sampling", "probit")
+METHODS = ("auto", "sampling")
 SAMPLES = 512
 
 _MOST_CLASSES = 100  # averaged by default: the root of V takes C³ operations an input
@@ -27,7 +27,7 @@ class Moderated(NamedTuple):
 
     mean: Tensor  # p̄ (B, C)
     entropy: Tensor  # H(p̄) (B,)
-    mutual_information: Tensor | None  # between label and parameters (B,), where it is known
+    mutual_information: Tensor  # between label and parameters (B,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,32 +37,21 @@ class Moderation:
     Attributes:
         likelihood: what the outputs mean.
         noise: points (S, C) that stand for N(0, I), the same ones for every input, so that no
-            result depends on what else is predicted; None for the probit formula.
+            result depends on what else is predicted.
     """
 
     likelihood: Likelihood
-    noise: Tensor | None
+    noise: Tensor
 
     def __call__(self, outputs: Tensor, covariance: Tensor) -> Moderated:
         """Average, given outputs z (B, C) and the covariance (B, C, C) of z or of η(z)."""
-        outputs = outputs.double()
+        outputs, noise = outputs.double(), self.noise.to(outputs.device)
         # A = ∂η/∂z takes the covariance of z to that of η. That of η it leaves as it is, but for
         # rounding: log probabilities do not scatter along p, and A p = 0 to the last digits.
         jacobian = self.likelihood.natural_jacobian(outputs)
-        covariance = jacobian @ covariance @ jacobian.mT
+        roots = _symmetric_root(jacobian @ covariance @ jacobian.mT)
         natural = self.likelihood.natural(outputs)
-        if self.noise is None:
-            # MacKay (1992), for two classes: m(η/√(1 + πv/8)), v the variance of each η. Logits are
-            # known up to a constant that would matter here: log probabilities have none.
-            variance = covariance.diagonal(dim1=-2, dim2=-1)
-            mean = self.likelihood.mean(natural / (1 + math.pi / 8 * variance).sqrt())
-            return Moderated(mean, self.likelihood.entropy(mean), None)
-        return self._by_sampling(natural, covariance, self.noise.to(outputs.device))
-
-    def _by_sampling(self, natural: Tensor, covariance: Tensor, noise: Tensor) -> Moderated:
-        most = _AT_ONCE.get(natural.device.type, _AT_ONCE_ELSEWHERE)
-        size = max(1, most // noise.numel())
-        roots = _symmetric_root(covariance)
+        size = max(1, _AT_ONCE.get(outputs.device.type, _AT_ONCE_ELSEWHERE) // noise.numel())
         means, entropies = [], []
         for center, root in zip(natural.split(size), roots.split(size), strict=True):
             # The many samples last: along few classes a processor does one number at a time.
@@ -101,12 +90,10 @@ def choose_moderation(
             f"moderation: expected 'auto' or None, got {method!r}: an average over the parameters "
             "needs probabilities of all classes (no classes=, no Gaussian likelihood)."
         )
-    if method == "probit":
-        return Moderation(likelihood, None)
     if num_outputs > SobolEngine.MAXDIM:
         raise BadValueError(
             f"moderation: expected at most {SobolEngine.MAXDIM:,} outputs for 'sampling', got "
-            f"{num_outputs:,}. Use moderation='probit' or None."
+            f"{num_outputs:,}. Use moderation=None."
         )
     return Moderation(likelihood, normal_points(int(samples), num_outputs, int(seed)))
 
