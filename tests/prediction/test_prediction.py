@@ -18,7 +18,7 @@ from deltabars.prediction.ranking import least_certain, most_certain, ranked
 from tests.conftest import cached_case
 
 BARS = ("mean", "std", "variance", "std_error", "std_low", "std_high")
-ABSENT = ("noise", "total_std", "classes")  # None for all classes; see test_regression.py
+ABSENT = ("noise", "total_std", "classes", "judgement")  # None, or no tensor
 FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in ABSENT]
 
 

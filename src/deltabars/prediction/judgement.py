@@ -1,12 +1,10 @@
 """What error bars can be read as: one judgement, which everything that shows a prediction shows.
 
 A bar is the standard deviation of a probability that is linear in the weights. Two inequalities
-tell where none is. A number in [0, 1] of mean p has a standard deviation of √(p(1 − p)) at most.
-And its deviation from p̂ is at least that of its average p̄, E(p − p̂)² ≥ (p̄ − p̂)², summed over the
-classes E‖p − p̂‖² ≥ ‖p̄ − p̂‖², so that a score far below that is too small. With one logit of
-standard deviation s the first needs s > 2, at p = ½; the second, at p → 1 and by three bars,
-(exp(s²/2) − 1)/s > 3, which is s > 2 as well. Both say that the weights scatter the logits farther
-than the softmax is straight.
+show where none is. A number in [0, 1] of mean p has a standard deviation of √(p(1 − p)) at most.
+And its mean square deviation from p̂ is at least that of its average p̄: over the classes
+E‖p − p̂‖² ≥ ‖p̄ − p̂‖², so that a score far below that is too small. For one logit both mean that the
+weights scatter it by a standard deviation above 2, farther than the softmax is straight.
 """
 
 from __future__ import annotations

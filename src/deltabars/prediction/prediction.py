@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -91,16 +91,7 @@ class Prediction:
     mutual_information: Tensor | None = None
     saturated: Tensor | None = None
     impossible: Tensor | None = None
-    judged: InitVar[Judgement | None] = None  # all fields are arrays, and this is none
-
-    def __post_init__(self, judged: Judgement | None) -> None:
-        object.__setattr__(self, "judged", judged)
-
-    @property
-    def judgement(self) -> Judgement | None:
-        """What the error bars can be read as."""
-        found: Judgement | None = self.__dict__["judged"]
-        return found
+    judgement: Judgement | None = None
 
     @classmethod
     def compute(
@@ -121,55 +112,44 @@ class Prediction:
         Args:
             of_probabilities: whether the mean is one of probabilities.
         """
-        std, score = spread.std(bound), spread.score(bound)
-        average, entropy, information = moderated or (None, None, None)
-        values = {
-            "std": std.value,
+        values: dict[str, Tensor | None] = {
             "variance": spread.variance,
-            "std_error": std.error,
-            "std_low": std.low,
-            "std_high": std.high,
-            "score": score.value,
-            "score_error": score.error,
-            "score_low": score.low,
-            "score_high": score.high,
             "covariance": spread.covariance if with_covariance else None,
-            "noise": None if noise is None else torch.full_like(mean, noise),
-            "total_std": None if noise is None else (spread.variance + noise**2).sqrt(),
-            "moderated": average,
-            "entropy": entropy,
-            "mutual_information": information,
         }
-        cast: dict[str, Any] = {
+        std, score = spread.std(bound), spread.score(bound)
+        for name, interval in (("std", std), ("score", score)):
+            values[name], values[f"{name}_error"] = interval.value, interval.error
+            values[f"{name}_low"], values[f"{name}_high"] = interval.low, interval.high
+        if noise is not None:
+            values["noise"] = torch.full_like(mean, noise)
+            values["total_std"] = (spread.variance + noise**2).sqrt()
+        if moderated is not None:
+            average, values["entropy"], values["mutual_information"] = moderated
+            values["moderated"] = average
+        found: dict[str, Any] = {
             name: None if value is None else value.to(mean.dtype) for name, value in values.items()
         }
-        flat = None
-        if of_probabilities and average is not None:
-            flat = saturated(mean, score.value, average)
-        return cls(
-            mean=mean,
-            label=label,
-            classes=classes,
-            saturated=flat,
-            impossible=impossible(mean, std.value) if of_probabilities else None,
-            **cast,
-        )
+        if of_probabilities:
+            found["impossible"] = impossible(mean, std.value)
+            if moderated is not None:
+                found["saturated"] = saturated(mean, score.value, moderated.mean)
+        return cls(mean=mean, label=label, classes=classes, **found)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Prediction]) -> Prediction:
-        """Join several batches."""
-        joined: dict[str, Any] = {}
-        for field in fields(cls):
-            column = [getattr(part, field.name) for part in parts]
-            joined[field.name] = None if column[0] is None else torch.cat(column)
-        whole = cls(**joined)
+        """Join several batches; judge them as one where they are of one fit."""
+        first = parts[0]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in first._tensors()
+        }
+        whole = replace(first, **joined, judgement=None)
         found = {None if part.judgement is None else part.judgement.evidence for part in parts}
         evidence = found.pop()
         return whole if found or evidence is None else whole.judged_by(evidence)
 
     def judged_by(self, evidence: Evidence) -> Prediction:
         """Judge the prediction by the evidence of its fit."""
-        return replace(self, judged=judge(evidence, self))
+        return replace(self, judgement=judge(evidence, self))
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -207,9 +187,8 @@ class Prediction:
         return self._map(lambda value: value.to(device))
 
     def numpy(self) -> Arrays:
-        """Return all fields that are known as NumPy arrays."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Arrays({k: value.cpu().numpy() for k, value in values.items() if value is not None})
+        """Return all tensors that are known as NumPy arrays."""
+        return Arrays({name: value.cpu().numpy() for name, value in self._tensors().items()})
 
     def columns(
         self, endings: Sequence[str] | None = None, *, interval_ends: bool = True
@@ -225,9 +204,13 @@ class Prediction:
         if not interval_ends:
             arrays = Arrays({k: v for k, v in arrays.items() if not k.endswith(("_low", "_high"))})
         ends = endings or [str(k) for k in range(self.mean.shape[1])]
-        names = ("label", *ONE_AN_INPUT)
-        found = {name: arrays[name] for name in names if name in arrays and arrays[name].ndim == 1}
-        for title, name in {"class": "classes", **{name: name for name in ONE_AN_OUTPUT}}.items():
+        found = {
+            name: arrays[name]
+            for name in ("label", *ONE_AN_INPUT)
+            if name in arrays and arrays[name].ndim == 1
+        }
+        for name in ("classes", *ONE_AN_OUTPUT):
+            title = "class" if name == "classes" else name
             if name in arrays:
                 found |= {f"{title}_{end}": arrays[name][:, k] for k, end in enumerate(ends)}
         return found
@@ -260,9 +243,10 @@ class Prediction:
     def _repr_html_(self) -> str:
         return describe_prediction_in_html(self)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
+    def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mapped: dict[str, Any] = {
-            name: None if value is None else function(value) for name, value in values.items()
-        }
-        return Prediction(**mapped, judged=self.judgement)
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
+        mapped: dict[str, Any] = {k: function(value) for k, value in self._tensors().items()}
+        return replace(self, **mapped)
