@@ -155,14 +155,11 @@ def test_a_seed_gives_the_same_bits_and_leaves_other_numbers_alone(dense_case):
     torch.testing.assert_close(first.moderated, other.moderated, rtol=0, atol=0.005)
 
 
-def test_points_are_standard_normal():
+def test_points_are_standard_normal_and_covariances_may_be_singular_or_broken():
     points = normal_points(4096, 3, seed=4)
     torch.testing.assert_close(points.mean(0), torch.zeros(3).double(), rtol=0, atol=1e-3)
     torch.testing.assert_close(points.T.cov(), torch.eye(3).double(), rtol=0, atol=5e-3)
     assert bool(normal_points(3, 200, seed=0).isfinite().all())
-
-
-def test_singular_and_broken_covariances():
     outputs, _ = scattered(3, 4)
     factors = randn(3, 4, 1)
     covariance = factors @ factors.mT  # of rank 1

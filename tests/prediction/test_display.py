@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import html.parser
-import pickle
 from functools import lru_cache
 
 import nbformat
@@ -209,13 +207,3 @@ def test_plots_of_logits_chosen_classes_and_real_numbers():
     with pytest.raises(BadValueError, match="targets: expected the true class of each of 7"):
         out.plot(targets=torch.zeros(3))
     assert pyplot.get_fignums() == []
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda fit: pickle.loads(pickle.dumps(fit))])
-def test_a_copy_of_a_fit_predicts_the_same(make):
-    case, fit = fitted()
-    before = fit.predict(case.unseen)
-    again = make(fit)
-    assert torch.equal(again.predict(case.unseen).std, before.std)
-    with pytest.raises(TypeError):
-        again.spectra["opg"] = None

@@ -118,14 +118,25 @@ def test_rankings(out):
 
 @pytest.mark.parametrize("space", ["probability", "logit"])
 @pytest.mark.parametrize(
-    ("kind", "estimator"), [("dense", "sandwich"), ("convolutional", "opg"), ("shared", "sandwich")]
+    ("kind", "estimator", "likelihood"),
+    [
+        ("dense", "sandwich", "bernoulli"),
+        ("convolutional", "opg", "categorical"),
+        ("shared", "sandwich", "categorical"),
+        ("dense", "opg", "gaussian"),
+    ],
 )
 @pytest.mark.parametrize("classes", ["top1", "top2", [2, 0], range(3), torch.tensor([1])])
-def test_some_classes_are_those_of_all(kind, estimator, space, classes):
-    case = cached_case(kind)
-    fit = fitted(case, estimator)
-    whole = fit.predict(case.unseen, space=space, covariance=True)
-    part = fit.predict(case.unseen, space=space, covariance=True, classes=classes)
+def test_some_classes_are_those_of_all(kind, estimator, likelihood, space, classes):
+    case = cached_case(kind, likelihood=likelihood)
+    fit = fitted(case, estimator, likelihood=likelihood)
+    options = {"space": space, "covariance": True}
+    whole = fit.predict(case.unseen, **options)
+    if likelihood == "gaussian" and isinstance(classes, str):
+        with pytest.raises(BadValueError, match=r"for all 3 outputs, a list of .* got 'top"):
+            fit.predict(case.unseen, classes=classes)
+        return
+    part = fit.predict(case.unseen, classes=classes, **options)
     if isinstance(classes, str):
         assert torch.equal(part.classes, whole.mean.topk(int(classes[3:])).indices)
     else:
@@ -133,14 +144,17 @@ def test_some_classes_are_those_of_all(kind, estimator, space, classes):
     for name in BARS:
         close(getattr(part, name), getattr(whole, name).gather(1, part.classes))
     close(part.score.square(), part.variance.sum(1))
-    assert torch.equal(part.label, whole.label)  # of all classes
+    assert whole.label is None or torch.equal(part.label, whole.label)  # of all classes
     rows = torch.arange(7)[:, None, None]
     expected = whole.covariance[rows, part.classes[:, :, None], part.classes[:, None, :]]
     close(part.covariance, expected)
     assert part.moderated is part.entropy is part.mutual_information is None
-    chunks = fit.predict(case.unseen, space=space, classes=classes, batch_size=3)
+    chunks = fit.predict(case.unseen, classes=classes, batch_size=3, **options)
     assert torch.equal(chunks.classes, part.classes)
     close(chunks.std, part.std)
+    table = part.to_pandas()
+    assert np.array_equal(table["class_0"], part.classes[:, 0].numpy())
+    assert np.array_equal(table["std_0"], part.std[:, 0].numpy())
 
 
 def test_the_interval_of_a_score_is_that_of_its_classes(dense_case):
@@ -149,30 +163,6 @@ def test_the_interval_of_a_score_is_that_of_its_classes(dense_case):
     score = exact.square().sum(1).sqrt()
     assert bool((part.score_low <= score).all())
     assert bool((score <= part.score_high).all())
-
-
-@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
-def test_some_outputs_of_other_likelihoods(likelihood):
-    case = cached_case("dense", likelihood=likelihood)
-    fit = fitted(case, likelihood=likelihood)
-    whole, part = fit.predict(case.unseen), fit.predict(case.unseen, classes=[2, 1])
-    for name in BARS:
-        close(getattr(part, name), getattr(whole, name)[:, [2, 1]])
-    if likelihood == "bernoulli":
-        assert torch.equal(part.label, whole.label)
-        close(fit.predict(case.unseen, classes="top2").mean, whole.mean.topk(2).values)
-    else:
-        with pytest.raises(BadValueError, match=r"for all 3 outputs, a list of .* got 'top2'"):
-            fit.predict(case.unseen, classes="top2")
-
-
-def test_a_table_of_some_classes_has_their_numbers(fit, dense_case):
-    whole = fit.predict(dense_case.unseen, classes="top2")
-    for line, number in zip(repr(whole).splitlines()[2:7], whole.label, strict=False):
-        assert line.split()[1] == str(int(number))
-    table = whole.to_pandas()
-    assert np.array_equal(table["class_1"], whole.classes[:, 1].numpy())
-    assert np.array_equal(table["std_1"], whole.std[:, 1].numpy())
 
 
 @pytest.mark.parametrize(
