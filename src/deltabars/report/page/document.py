@@ -12,15 +12,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from torch import Tensor
-
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.report import style
-from deltabars.report.page.glance import facts, notices, ratio
-from deltabars.report.page.inputs import Source, choose_ranks, join, settle, texts_of
+from deltabars.report.page.contents import columns, facts, notices, ratio, rows_of
+from deltabars.report.page.inputs import Source, choose_ranks, settle, texts_of
 from deltabars.report.page.plots import (
     calibration_plot,
     class_tables,
@@ -29,10 +26,8 @@ from deltabars.report.page.plots import (
     spectrum_plot,
     uncertainty_plot,
 )
-from deltabars.report.page.rows import columns, rows_of
 from deltabars.report.page.subject import Shelf, Subject, check_subject, choose_rows, choose_shelves
 from deltabars.runtime import VERSION
-from deltabars.runtime.progress import Progress
 from deltabars.storage.writing import check_can_write, write_text
 
 TITLE = "Which predictions to trust"
@@ -112,9 +107,8 @@ def save_report(
     library, version = plotly_program()
     source = Source.of(inputs, fit)
     if prediction is None:
-        prediction, found = _predict(source, asked, progress)
-        targets = found if targets is None else targets
-    elif targets is None:
+        prediction = fit.predict(inputs, progress=progress, **asked)
+    if targets is None:
         targets = source.targets()
     subject = check_subject(fit, prediction, asked, targets, classes, names, len(source))
     shelves = choose_shelves(subject, rows)
@@ -130,20 +124,6 @@ def save_report(
         f"{date.today():%d %B %Y}",
     ]
     write_text(target, _assemble(subject, table, shelves, str(title), about, library, version))
-
-
-def _predict(
-    source: Source, asked: Mapping[str, Any], progress: bool
-) -> tuple[Prediction, Tensor | None]:
-    """Predict all inputs; return the targets that come with them too: one pass."""
-    parts, targets, done = [], [], 0
-    with Progress("Predicting", len(source), "input", progress) as bar:
-        for batch in source.batches():
-            parts.append(source.fit.predict(batch.inputs, progress=False, **asked).to("cpu"))
-            targets.append(batch.targets)
-            done += len(batch)
-            bar.show(done)
-    return Prediction.concatenate(parts), join(targets)
 
 
 def plotly_program() -> tuple[str, str]:
@@ -204,17 +184,11 @@ def _assemble(
     }
     fitted_with = subject.fit.diagnostics.get("torch")
     versions = f"deltabars {VERSION}, plotly {version}"
-    colours = {
-        "blue": style.TRUE_POSITIVE,
-        "orange": style.FALSE_POSITIVE,
-        "vermilion": style.REGRESSION,  # orange is paler than text may be on white
-        "green": style.FULL_RANK,
-    }
     return Template(_part("page.html")).substitute(
         title=escape(title),
         subtitle=escape(" · ".join(about)),
         versions=escape(versions + (f"; fitted with torch {fitted_with}" if fitted_with else "")),
-        css=Template(_part("page.css")).substitute(colours),
+        css=_part("page.css"),
         data=_json(data),
         library=library.replace("</script", r"<\/script"),
         program="\n".join(map(_part, _PROGRAM)),

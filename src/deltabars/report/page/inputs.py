@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -80,17 +80,14 @@ class Source:
         (raw,) = DataLoader(rows, batch_size=len(indices), collate_fn=collated)
         return _split(raw, self.fit)
 
-    def batches(self) -> Iterator[Batch]:
-        """Read all inputs once."""
-        if isinstance(self.data, Batch):
-            yield from self.data.split(_READ_SIZE)
-        else:
-            yield from (_split(raw, self.fit) for raw in iterate(self.data, _READ_SIZE))
-
     def targets(self) -> Tensor | None:
         """Read the targets, if there are any. Cost: a pass over a dataset of pairs."""
-        has_targets = self.read([0]).targets is not None
-        return join([batch.targets for batch in self.batches()]) if has_targets else None
+        if isinstance(self.data, Batch):
+            return self.data.targets
+        if self.read([0]).targets is None:
+            return None
+        parts = [_split(raw, self.fit).targets for raw in iterate(self.data, _READ_SIZE)]
+        return torch.cat([part for part in parts if part is not None])
 
 
 def _split(raw: Any, fit: DeltaFit) -> Batch:
@@ -103,12 +100,6 @@ def _split(raw: Any, fit: DeltaFit) -> Batch:
         has_targets = several and (nested or len(raw) == fit.signature.count + 1)
     targets = labelled(raw).targets if has_targets else None
     return Batch(unlabelled(raw, fit.signature).inputs, targets)
-
-
-def join(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Join the targets of several batches; None where there are none."""
-    known = [part.cpu() for part in parts if part is not None]
-    return torch.cat(known) if known else None
 
 
 def texts_of(
