@@ -279,11 +279,3 @@ def test_smoothing_is_nan_where_too_little_lies_nearby():
     x = torch.cat([torch.linspace(0.9, 1, 100_000), torch.tensor([0.4])])
     assert smooth(x, x, torch.tensor([0.4, 0.6]), 0.1).isnan().all()
     assert smooth(torch.empty(0), torch.empty(4, 0), torch.tensor([0.5]), 0.1).isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "bandwidth"), [((5,), (4,), 0.1), ((5, 1), (5,), 0.1), ((5,), (5,), 0.0)]
-)
-def test_smoothing_refuses_other_shapes(x, y, bandwidth):
-    with pytest.raises(BadValueError, match="expected"):
-        smooth(torch.zeros(x), torch.zeros(y), torch.zeros(2), bandwidth)

@@ -92,9 +92,8 @@ def _rows(prediction: Any, most: int) -> list[tuple[list[str], float, float]]:
     """Return the cells of each input, and the mean and std of its leading output."""
     shown = prediction[:most].to("cpu")
     rows = []
-    for i, (k, mark) in enumerate(
-        zip(shown.mean.argmax(-1).tolist(), marks_of(shown), strict=True)
-    ):
+    marks = marks_of(shown)
+    for i, k in enumerate(shown.mean.argmax(-1).tolist()):
         mean, std, error = (float(x[i, k]) for x in (shown.mean, shown.std, shown.std_error))
         output = k if shown.classes is None else int(shown.classes[i, k])
         cells = [
@@ -102,18 +101,18 @@ def _rows(prediction: Any, most: int) -> list[tuple[list[str], float, float]]:
             f"{output}",
             f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
             f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
-            mark,
+            marks[i],
         ]
         rows.append((cells, mean, std))
     return rows
 
 
 def _head(prediction: Any) -> str:
-    inputs, outputs = (
-        f"{number} {thing}{'' if number == 1 else 's'}"
-        for number, thing in zip(prediction.mean.shape, ("input", "output"), strict=True)
+    count, outputs = prediction.mean.shape
+    return (
+        f"Prediction of {count} input{'' if count == 1 else 's'}, "
+        f"{outputs} output{'' if outputs == 1 else 's'}"
     )
-    return f"Prediction of {inputs}, {outputs}"
 
 
 def _below(prediction: Any, most: int) -> list[str]:

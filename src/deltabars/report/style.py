@@ -148,13 +148,6 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     Returns:
         (g,), or (R, g).
     """
-    if x.ndim != 1 or grid.ndim != 1 or y.ndim not in (1, 2) or y.shape[-1] != len(x):
-        raise BadValueError(
-            f"smooth: expected x (n,), y (n,) or (R, n) and grid (g,), got shapes "
-            f"{tuple(x.shape)}, {tuple(y.shape)} and {tuple(grid.shape)}."
-        )
-    if not bandwidth > 0:
-        raise BadValueError(f"bandwidth: expected a number above 0, got {bandwidth}.")
     rows = y if y.ndim == 2 else y[None]
     t = grid.double()
     near, s0, s1, s2 = t.new_zeros(4, len(t))

@@ -10,7 +10,6 @@ from torch import Tensor
 from deltabars.prediction.display import marks_of
 from deltabars.prediction.judgement import LEVELS, mean_bound
 from deltabars.prediction.prediction import Prediction
-from deltabars.report.page.inputs import Settling
 from deltabars.report.page.subject import Subject, percent, say, short
 
 _ESTIMATORS = {
@@ -144,7 +143,7 @@ def columns(subject: Subject) -> list[dict[str, str]]:
 def rows_of(
     subject: Subject,
     indices: list[int],
-    settling: Settling,
+    settling: dict[str, Any],
     images: list[str],
     texts: list[str],
 ) -> dict[str, Any]:
@@ -160,12 +159,7 @@ def rows_of(
         "low": short(p.score_low),
         "high": short(p.score_high),
         "bound": short((p.score_error / p.score).nan_to_num(0.0)),
-        "settled": {
-            "ranks": settling.ranks,
-            "score": short(settling.score),
-            "low": short(settling.low),
-            "high": short(settling.high),
-        },
+        "settled": settling,
         "information": None if p.mutual_information is None else short(p.mutual_information),
         "entropy": None if p.entropy is None else short(p.entropy),
         "picture": images,

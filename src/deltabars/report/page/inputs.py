@@ -28,6 +28,7 @@ from deltabars.problem.batches import (
     unlabelled,
 )
 from deltabars.problem.inputs import leaves
+from deltabars.report.page.subject import short
 from deltabars.runtime.progress import Progress
 
 _READ_SIZE = 256
@@ -174,16 +175,6 @@ def picture_address(pixels: np.ndarray, side: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-@dataclass(frozen=True)
-class Settling:
-    """The scores of n inputs at R ranks, with the ends of their intervals."""
-
-    ranks: list[int]
-    score: Tensor  # (n, R)
-    low: Tensor  # (n, R)
-    high: Tensor  # (n, R)
-
-
 def choose_ranks(ranks: Sequence[int] | None, most: int) -> list[int]:
     """Choose the K's to show: those given, or about ten up to `most`, denser at its start."""
     if ranks is None:
@@ -204,11 +195,11 @@ def settle(
     ranks: list[int],
     pictures: Pictures | None,
     progress: bool,
-) -> tuple[Settling, list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Predict some inputs at several ranks; return their scores and their pictures, if any.
 
-    Inputs are read once, in chunks. `asked` are the arguments that the prediction was made with.
-    Cost: a prediction of these inputs for each rank.
+    The scores (n, R) come with the ends of their intervals. `asked` are the arguments that the
+    prediction was made with. Inputs are read once, in chunks. Cost: a prediction of these inputs for each rank.
 
     Raises:
         BadValueError: the scores with all pairs are not those of `prediction`.
@@ -238,7 +229,8 @@ def settle(
                 f"of {len(off)} scores that differ from the fit's own. Give the prediction in the "
                 "order of the inputs, with asked= if fit.predict had arguments, or none."
             )
-    return Settling(ranks, *whole), images
+    score, low, high = map(short, whole)
+    return {"ranks": ranks, "score": score, "low": low, "high": high}, images
 
 
 def _asked_classes(prediction: Prediction) -> Any:
