@@ -199,7 +199,9 @@ def settle(
     """Predict some inputs at several ranks; return their scores and their pictures, if any.
 
     The scores (n, R) come with the ends of their intervals. `asked` are the arguments that the
-    prediction was made with. Inputs are read once, in chunks. Cost: a prediction of these inputs for each rank.
+    prediction was made with. Inputs are read once, in chunks.
+
+    Cost: a prediction of these inputs for each rank.
 
     Raises:
         BadValueError: the scores with all pairs are not those of `prediction`.
