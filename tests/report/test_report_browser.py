@@ -33,24 +33,21 @@ def data(report):
     return data_of(report)
 
 
-@pytest.fixture(scope="module")
-def trouble():
-    """What went wrong in the browser, and what went out of it."""
-    return []
+TROUBLE: list[str] = []  # what went wrong in the browser, and what went out of it
 
 
 @pytest.fixture(autouse=True)
-def no_trouble(trouble):
+def no_trouble():
     yield
-    assert trouble == []
+    assert TROUBLE == []
 
 
 @pytest.fixture(scope="module")
-def visit(browser, report, trouble):
+def visit(browser, report):
     """Open the page in a new window."""
 
     def open_page(path=report, hash_="", **options):
-        return browsing.open_window(browser, path.as_uri() + hash_, trouble, **options)
+        return browsing.open_window(browser, path.as_uri() + hash_, TROUBLE, **options)
 
     return open_page
 
