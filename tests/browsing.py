@@ -80,7 +80,7 @@ def open_window(
     page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
     page.on("request", requested)
     page.goto(address)
-    page.wait_for_selector("#ranking-plot .main-svg")
+    page.wait_for_selector("#scores-plot .main-svg")
     return page
 
 

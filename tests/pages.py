@@ -11,7 +11,7 @@ from typing import Any
 
 import deltabars
 from deltabars.recipes.digits import L2, digits_network, load_digits, train_to_convergence
-from deltabars.report.page.assembling import save_report
+from deltabars.report.page import save_report
 
 HOSTILE = '<script>document.title = "taken over"</script><img src=x onerror=alert(1)> & "7".png'
 COUNT = 300

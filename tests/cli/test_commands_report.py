@@ -12,7 +12,7 @@ import pytest
 
 from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
-from deltabars.report.page.assembling import save_report
+from deltabars.report.page import save_report
 from tests.scans import command, environment, only_line
 from tests.workshop import TEST, contents
 

@@ -1,4 +1,4 @@
-"""Predictions as an object: slices, copies, tables."""
+"""Predictions as an object: slices, copies, tables, some of many classes, rankings."""
 
 from __future__ import annotations
 
@@ -7,19 +7,33 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import deltabars
 from deltabars import Prediction
 from deltabars.errors import BadValueError
-from deltabars.prediction.metrics import regression
-from deltabars.prediction.ranking import least_certain, most_certain
+from deltabars.prediction.ranking import least_certain, most_certain, ranked
+from tests.conftest import cached_case
+
+BARS = ("mean", "std", "variance", "std_error", "std_low", "std_high")
+ABSENT = ("noise", "total_std", "classes", "judgement")  # None, or no tensor
+FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in ABSENT]
+
+
+def fitted(case, estimator="opg", rank=9, **options):
+    options = {"l2": case.l2, "progress": False, **options}
+    return deltabars.fit(case.model, case.data, estimator=estimator, rank=rank, **options)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.fixture
 def fit(dense_case):
-    return deltabars.fit(
-        dense_case.model, dense_case.data, l2=0.05, estimator="opg", rank=9, progress=False
-    )
+    return fitted(dense_case)
 
 
 @pytest.fixture
@@ -27,48 +41,24 @@ def out(fit, dense_case) -> Prediction:
     return fit.predict(dense_case.unseen, covariance=True)
 
 
-ABSENT = ("noise", "total_std", "classes")  # None for all classes; see test_regression.py
-FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in ABSENT]
-
-
-def test_shapes_and_types(out):
+def test_values_hang_together(fit, out, dense_case):
+    assert len(out) == 7
     assert out.covariance.shape == (7, 3, 3)
-    for name in ("mean", "std", "variance", "std_error", "std_low", "std_high"):
+    for name in (*BARS, "moderated"):
         assert getattr(out, name).shape == (7, 3)
         assert getattr(out, name).dtype == torch.float64
-    assert out.moderated.shape == (7, 3)
-    assert out.classes is None
-    for name in ("score", "score_error", "score_low", "score_high", "label"):
+    for name in ("score", "score_error", "score_low", "score_high", "mutual_information"):
         assert getattr(out, name).shape == (7,)
-    for name in ("mutual_information", "entropy"):
-        assert getattr(out, name).shape == (7,)
-        assert getattr(out, name).dtype == torch.float64
-    assert len(out) == 7
-
-
-def test_mean_and_label_are_the_networks(out, dense_case):
     logits = dense_case.model(dense_case.unseen).detach()
-    torch.testing.assert_close(out.mean, logits.softmax(1))
+    close(out.mean, logits.softmax(1))
     assert torch.equal(out.label, logits.argmax(1))
-
-
-def test_in_logit_space_the_mean_is_the_logits(fit, dense_case):
-    logits = dense_case.model(dense_case.unseen).detach()
-    out = fit.predict(dense_case.unseen, space="logit")
-    torch.testing.assert_close(out.mean, logits)
-    assert torch.equal(out.label, logits.argmax(1))
-
-
-def test_values_hang_together(out):
-    torch.testing.assert_close(out.std.square(), out.variance)
-    torch.testing.assert_close(out.score.square(), out.variance.sum(1))
+    assert torch.equal(fit.predict(dense_case.unseen, space="logit").mean, logits)
+    close(out.std.square(), out.variance)
+    close(out.score.square(), out.variance.sum(1))
     assert bool((out.std_low <= out.std).all())
     assert bool((out.std <= out.std_high).all())
-
-
-def test_probabilities_vary_on_the_simplex(out):
-    """They sum to one whatever the weights, so the covariance has no part along (1, 1, 1)."""
-    torch.testing.assert_close(out.covariance.sum(-1), torch.zeros(7, 3, dtype=torch.float64))
+    # Probabilities sum to one whatever the weights: no part of the covariance is along (1, 1, 1).
+    close(out.covariance.sum(-1), torch.zeros(7, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -91,50 +81,133 @@ def test_one_input_keeps_its_batch(out):
         out[7]
 
 
-def test_to_and_numpy(out):
+def test_arrays_and_tables(out):
     assert out.to("cpu").mean.device.type == "cpu"
     arrays = out.numpy()
     assert set(arrays) == set(FIELDS)
-    assert isinstance(arrays["std"], np.ndarray)
     assert np.array_equal(arrays.std, out.std.numpy())
     with pytest.raises(AttributeError):
         _ = arrays.nothing
-
-
-def test_to_pandas(out):
-    pytest.importorskip("pandas")
     table = out.to_pandas()
     assert len(table) == 7
-    assert np.array_equal(table["score"], out.score.numpy())
-    assert np.array_equal(table["std_2"], out.std[:, 2].numpy())
-    assert np.array_equal(table["mutual_information"], out.mutual_information.numpy())
-    assert np.array_equal(table["moderated_1"], out.moderated[:, 1].numpy())
     assert list(table.columns[:3]) == ["label", "score", "score_error"]
+    for name in ("score", "mutual_information", "impossible"):
+        assert np.array_equal(table[name], arrays[name])
+    for name in ("mean", "std", "std_low", "std_high", "moderated"):
+        assert np.array_equal(table[f"{name}_2"], arrays[name][:, 2])
     assert "class_0" not in table
+    named = out.columns(["a", "b", "c"], interval_ends=False)
+    assert np.array_equal(named["std_c"], arrays.std[:, 2])
+    assert not [name for name in named if "low" in name or "high" in name]
 
 
-def test_text_and_html(out):
-    assert repr(out).startswith("Prediction of 7 inputs, 3 outputs")
-    assert "… and 2 more" in repr(out)
-    assert f"{float(out.mean[0].max()):.4f} ± " in repr(out)
-    assert out._repr_html_().count("<tr>") == 8
-
-
-def test_ranking_is_by_score(out):
+def test_rankings(out):
     order = least_certain(out, 7)
     assert bool((out.score[order].diff() <= 0).all())
     assert torch.equal(most_certain(out, 3), order.flip(0)[:3])
     with pytest.raises(BadValueError, match="count: expected 1 to 7"):
         least_certain(out, 8)
+    targets = out.label.clone()
+    targets[[2, 5]] = (targets[[2, 5]] + 1) % 3
+    wrong = ranked(out, 9, by="target", targets=targets, wrong=True)
+    assert sorted(wrong.tolist()) == [2, 5]
+    by_class = ranked(out, 1, by="entropy", per_class=True)
+    for label, index in zip(out.label.unique(), by_class, strict=True):
+        assert out.entropy[index] == out.entropy[out.label == label].max()
 
 
-def test_regression_is_least_squares():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 4, generator=generator)
-    y = 0.3 + 2.0 * x + 0.1 * torch.randn(50, 4, generator=generator)
-    line = regression(x, y)
-    slope, intercept = np.polyfit(x.flatten().double().numpy(), y.flatten().double().numpy(), 1)
-    assert line.slope == pytest.approx(slope)
-    assert line.intercept == pytest.approx(intercept)
-    r = np.corrcoef(x.flatten().numpy(), y.flatten().numpy())[0, 1]
-    assert line.r2 == pytest.approx(r**2)
+@pytest.mark.parametrize("space", ["probability", "logit"])
+@pytest.mark.parametrize(
+    ("kind", "estimator", "likelihood"),
+    [
+        ("dense", "sandwich", "bernoulli"),
+        ("convolutional", "opg", "categorical"),
+        ("shared", "sandwich", "categorical"),
+        ("dense", "opg", "gaussian"),
+    ],
+)
+@pytest.mark.parametrize("classes", ["top1", "top2", [2, 0], range(3), torch.tensor([1])])
+def test_some_classes_are_those_of_all(kind, estimator, likelihood, space, classes):
+    case = cached_case(kind, likelihood=likelihood)
+    fit = fitted(case, estimator, likelihood=likelihood)
+    options = {"space": space, "covariance": True}
+    whole = fit.predict(case.unseen, **options)
+    if likelihood == "gaussian" and isinstance(classes, str):
+        with pytest.raises(BadValueError, match=r"for all 3 outputs, a list of .* got 'top"):
+            fit.predict(case.unseen, classes=classes)
+        return
+    part = fit.predict(case.unseen, classes=classes, **options)
+    if isinstance(classes, str):
+        assert torch.equal(part.classes, whole.mean.topk(int(classes[3:])).indices)
+    else:
+        assert part.classes.tolist() == [list(classes)] * 7
+    for name in BARS:
+        close(getattr(part, name), getattr(whole, name).gather(1, part.classes))
+    close(part.score.square(), part.variance.sum(1))
+    assert whole.label is None or torch.equal(part.label, whole.label)  # of all classes
+    rows = torch.arange(7)[:, None, None]
+    expected = whole.covariance[rows, part.classes[:, :, None], part.classes[:, None, :]]
+    close(part.covariance, expected)
+    assert part.moderated is part.entropy is part.mutual_information is None
+    chunks = fit.predict(case.unseen, classes=classes, batch_size=3, **options)
+    assert torch.equal(chunks.classes, part.classes)
+    close(chunks.std, part.std)
+    table = part.to_pandas()
+    assert np.array_equal(table["class_0"], part.classes[:, 0].numpy())
+    assert np.array_equal(table["std_0"], part.std[:, 0].numpy())
+
+
+def test_the_interval_of_a_score_is_that_of_its_classes(dense_case):
+    exact = dense_case.oracle.std("sandwich", dense_case.unseen)[:, [0, 2]]
+    part = fitted(dense_case, "sandwich").predict(dense_case.unseen, classes=[0, 2])
+    score = exact.square().sum(1).sqrt()
+    assert bool((part.score_low <= score).all())
+    assert bool((score <= part.score_high).all())
+
+
+@pytest.mark.parametrize(
+    "classes",
+    ["top0", "topx", "top7", "best", [0, 3], [-1], [0, 1, 0], [], [1.0], [True], ["1"],
+     torch.tensor([[0, 1]]), 2, torch.tensor(2), {0: 1}],
+    ids=str,
+)  # fmt: skip
+def test_refused_classes_are_told_what_to_use(fit, dense_case, classes):
+    expected = "'top1' to 'top3', or a list of different whole numbers from 0 to 2, got"
+    with pytest.raises(BadValueError, match=expected):
+        fit.predict(dense_case.unseen, classes=classes)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.numbers = max(self.numbers, leaf.numel())
+        return result
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_memory_stays_bounded_with_five_thousand_classes():
+    """All classes at once would be C² = 25 million numbers an input in the head alone."""
+    classes, rank, chosen, budget = 5000, 4, 5, 64 << 20
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes))
+        inputs = torch.randn(40, 6)
+    data = inputs, torch.arange(40) * (classes // 40)
+    fit = deltabars.fit(model, data, l2=0.1, rank=rank, memory_budget=budget, progress=False)
+    with Largest() as largest:
+        out = fit.predict(inputs.repeat(20, 1), classes=f"top{chosen}")
+    assert out.std.shape == out.classes.shape == (800, chosen)
+    assert out.moderated is None
+    # A quarter of the budget is a chunk's, and no tensor is larger than the chunk.
+    assert 4 * largest.numbers <= budget // 4
+    # One input at a time: k rows of outputs, and the eigenvectors as they are (K·P).
+    with Largest() as largest:
+        single = fit.predict(inputs[:3], classes=f"top{chosen}", batch_size=1)
+    assert largest.numbers <= max(8 * chosen * classes, rank * fit.num_parameters)
+    torch.testing.assert_close(single.std, out.std[:3], rtol=1e-4, atol=0)

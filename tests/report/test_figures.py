@@ -1,4 +1,4 @@
-"""Every picture: the file, its bytes, and that what is drawn is what was given."""
+"""Every figure: the file, its bytes, and that what is drawn is what was given."""
 
 from __future__ import annotations
 
@@ -11,27 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+import deltabars
 from deltabars.errors import BadValueError, MissingDependencyError, StorageError
 from deltabars.fitting.tuning import Tuning
-from deltabars.report import uncertainty as uncertainty_module
-from deltabars.report.galleries import (
-    Block,
-    Row,
-    draw_gallery,
-    draw_rankings,
-    save_gallery,
-    save_rankings,
-)
-from deltabars.report.spectra import Spectrum, save_spectra, save_tuning
+from deltabars.report.galleries import Block, Row, save_gallery, save_rankings
+from deltabars.report.spectra import Spectrum, save_fit_spectra, save_spectra, save_tuning
 from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE, smooth
 from deltabars.report.uncertainty import (
     Comparison,
     Foreign,
     Panel,
-    draw_comparisons,
-    draw_foreign,
-    draw_surfaces,
-    draw_uncertainty,
     save_comparisons,
     save_foreign,
     save_surfaces,
@@ -39,6 +28,7 @@ from deltabars.report.uncertainty import (
 )
 
 P, L2 = 1000, 0.01
+RANKS, GRID = torch.tensor([1, 5, 20]), torch.linspace(0, 1, 9)
 
 
 def random(*shape, seed=0):
@@ -62,11 +52,10 @@ def panel(n=400, wrong=60):
     return Panel("OPG", p, p * (1 - p) * (1 + random(n, 4, seed=1)), p.argmax(1), right)
 
 
-def foreign(image=None):
+def foreign():
     full = torch.linspace(3, 2, 6)
-    references = random(10, 6)
-    image = random(8, 8) if image is None else image
-    return Foreign(image, torch.arange(1, 7), full, full - 0.5, full + 0.5, full / 2, references)
+    ranks, references = torch.arange(1, 7), random(10, 6)
+    return Foreign(random(8, 8), ranks, full, full - 0.5, full + 0.5, full / 2, references)
 
 
 def block(*colours, title="lowest"):
@@ -81,15 +70,12 @@ def comparison(slope=1.2):
 
 def tuning():
     levels = torch.logspace(-4, 1, 41)
-    values = -levels.log10().square()
-    fit = SimpleNamespace(level=1.0)
-    return Tuning(
-        "marginal_likelihood", 1.0, fit, 0.01, levels, values, values - 1, values + 1, False
-    )
+    values, fit = -levels.log10().square(), SimpleNamespace(level=1.0)
+    ends = values - 1, values + 1
+    return Tuning("marginal_likelihood", 1.0, fit, 0.01, levels, values, *ends, False)
 
 
-RANKS, GRID = torch.tensor([1, 5, 20]), torch.linspace(0, 1, 9)
-PICTURES = {
+FIGURES = {
     "spectra": lambda path: save_spectra(path, [spectrum()], L2, P),
     "uncertainty": lambda path: save_uncertainty(path, [panel()] * 3, "t"),
     "surfaces": lambda path: save_surfaces(path, RANKS, GRID, random(3, 9), random(3, 9), "t"),
@@ -101,191 +87,195 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("name", PICTURES)
-class TestFiles:
-    def test_png_twice_the_same(self, name, tmp_path):
-        for file in ("a.png", "b.png"):
-            PICTURES[name](tmp_path / file)
-        first = (tmp_path / "a.png").read_bytes()
-        assert first.startswith(b"\x89PNG")
-        assert first == (tmp_path / "b.png").read_bytes()
-
-    def test_missing_folder(self, name, tmp_path):
-        with pytest.raises(StorageError, match=r"Cannot write .*No such file"):
-            PICTURES[name](tmp_path / "no" / "a.png")
-
-    def test_missing_matplotlib(self, name, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(MissingDependencyError, match=r"pip install 'deltabars\[figures\]'"):
-            PICTURES[name](tmp_path / "a.png")
+@pytest.mark.parametrize("name", FIGURES)
+def test_files_have_the_same_bytes_twice_and_are_refused_plainly(name, tmp_path, monkeypatch):
+    for file in ("a.png", "b.png"):
+        FIGURES[name](tmp_path / file)
+    first = (tmp_path / "a.png").read_bytes()
+    assert first.startswith(b"\x89PNG")
+    assert first == (tmp_path / "b.png").read_bytes()
+    with pytest.raises(StorageError, match=r"Cannot write .*No such file"):
+        FIGURES[name](tmp_path / "no" / "a.png")
+    with pytest.raises(BadValueError, match=r"ends in one of \.png, \.pdf, \.svg"):
+        FIGURES[name](tmp_path / "a.jpg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'deltabars\[figures\]'"):
+        FIGURES[name](tmp_path / "a.png")
 
 
-@pytest.mark.parametrize("suffix", [".pdf", ".svg"])
-def test_other_formats_twice_the_same(suffix, tmp_path):
-    for stem in "ab":
-        PICTURES["foreign"](tmp_path / f"{stem}{suffix}")
+@pytest.mark.parametrize("suffix", [".pdf", ".svg", ".png"])
+def test_the_users_settings_are_neither_used_nor_changed(suffix, tmp_path):
+    import matplotlib
+
+    FIGURES["foreign"](tmp_path / f"a{suffix}")
+    with matplotlib.rc_context({"font.size": 30, "xtick.labelsize": 30, "axes.grid": True}):
+        FIGURES["foreign"](tmp_path / f"b{suffix}")
+        assert matplotlib.rcParams["font.size"] == 30
     assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
 
 
-def test_the_users_settings_are_neither_used_nor_changed(tmp_path):
-    import matplotlib
-
-    PICTURES["foreign"](tmp_path / "a.png")
-    with matplotlib.rc_context({"font.size": 30, "xtick.labelsize": 30, "axes.grid": True}):
-        PICTURES["foreign"](tmp_path / "b.png")
-        assert matplotlib.rcParams["font.size"] == 30
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-def test_odd_names_are_refused(tmp_path):
-    with pytest.raises(BadValueError, match=r"ends in one of \.png, \.pdf, \.svg"):
-        PICTURES["foreign"](tmp_path / "a.jpg")
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.png"
 
 
 def lines(axes):
     return {line.get_label(): line for line in axes.lines}
 
 
-def legend_texts(figure):
-    legends = figure.legends + [a.get_legend() for a in figure.axes if a.get_legend()]
-    return [text.get_text() for legend in legends for text in legend.get_texts()]
+def legend(figure):
+    return [text.get_text() for each in figure.legends for text in each.get_texts()]
 
 
-class TestUncertainty:
-    def test_curves_are_the_smoothed_predicted_classes(self):
-        given = panel()
-        axes = draw_uncertainty([given]).axes[0]
-        p, std = (t.gather(1, given.label[:, None])[:, 0] for t in (given.probability, given.std))
-        for color, these in ((TRUE_POSITIVE, given.right), (FALSE_POSITIVE, ~given.right)):
-            line = next(line for line in axes.lines if line.get_color() == color)
-            grid = torch.from_numpy(line.get_xdata())
-            assert float(grid[0]) == float(p[these].min())
-            assert float(grid[-1]) == float(p[these].max())
-            expected = smooth(p[these], std[these], grid, 0.05)
-            np.testing.assert_allclose(line.get_ydata(), expected.numpy())
-
-    def test_counts(self):
-        texts = legend_texts(draw_uncertainty([panel()] * 3))
-        assert texts == ["all classes (1,600)", "true positives (340)", "false positives (60)"]
-
-    def test_panels_with_other_counts_have_legends_of_their_own(self):
-        texts = legend_texts(draw_uncertainty([panel(), panel(wrong=7)]))
-        assert {"false positives (60)", "false positives (7)"} <= set(texts)
-
-    @pytest.mark.parametrize("wrong", [0, 1, 400])
-    def test_few_or_no_false_or_true_positives(self, wrong, tmp_path):
-        given = panel(wrong=wrong)
-        save_uncertainty(tmp_path / "a.png", [given])
-        assert f"false positives ({wrong})" in legend_texts(draw_uncertainty([given]))
-
-    def test_more_dots_than_wanted_are_sampled(self, monkeypatch):
-        monkeypatch.setattr(uncertainty_module, "_MOST_DOTS", 100)
-        given = panel()
-        dots = draw_uncertainty([given]).axes[0].collections[0].get_offsets()
-        assert len(dots) == 100
-        known = set(
-            zip(given.probability.flatten().tolist(), given.std.flatten().tolist(), strict=True)
-        )
-        assert {tuple(dot) for dot in dots.tolist()} <= known
+def test_a_line_a_network_and_the_mean_where_all_have_the_index(path):
+    given = spectrum()
+    upper, lower = save_spectra(path, [given], L2, P).axes
+    a, b, c = (v.numpy() for v in given.largest)
+    mean = lines(upper)["mean of 3 networks"]
+    np.testing.assert_allclose(mean.get_ydata(), (a[:15] + b + c[:15]) / 3, rtol=1e-14)
+    np.testing.assert_array_equal(mean.get_xdata(), np.arange(1, 16))
+    for line, own in zip(upper.lines, (a, b, c), strict=False):
+        np.testing.assert_array_equal(line.get_ydata(), own)
+    # The lower end is drawn against k − P: zero is the smallest eigenvalue.
+    mean = lines(lower)["mean of 3 networks"]
+    expected = torch.stack(list(given.smallest)).abs().mean(0)
+    np.testing.assert_allclose(mean.get_ydata(), expected, rtol=1e-14)
+    np.testing.assert_array_equal(mean.get_xdata(), -np.arange(10))
+    assert lines(upper)["λ = 0.01"].get_ydata()[0] == L2
 
 
-class TestSurfaces:
-    def test_cells_without_values_are_left_out(self, tmp_path):
-        from matplotlib.image import imread
-
-        whole = random(3, 9) + 1
-        holed = whole.clone()
-        holed[0, :4] = torch.nan
-        save_surfaces(tmp_path / "a.png", RANKS, GRID, holed, whole, "t")
-        dots = imread(tmp_path / "a.png")[..., :3]
-        coloured = np.ptp(dots, axis=2) > 0.1  # the rest is grey
-        left, right = np.split(coloured, 2, axis=1)
-        assert 0.3 * right.sum() < left.sum() < 0.95 * right.sum()
-
-    def test_the_axis_reaches_from_zero_to_the_highest_value(self):
-        std, error = random(3, 9), random(3, 9, seed=1)
-        std[1, 2] = torch.nan
-        first, second = draw_surfaces(RANKS, GRID, std, error, "t").axes
-        assert first.get_zlim() == pytest.approx((0, float(std.nan_to_num().max())))
-        assert second.get_zlim() == pytest.approx((0, float(error.max())))
-
-    def test_nothing_but_nan(self, tmp_path):
-        nothing = torch.full((3, 9), torch.nan)
-        save_surfaces(tmp_path / "a.png", RANKS, GRID, nothing, random(3, 9), "t")
+@pytest.mark.parametrize(("negative", "seen", "at"), [((4, 5, 6), 3, -4.5), ((0, 10, 3), 1, -2.5)])
+def test_crossings_lie_between_the_signs_where_they_are_seen(path, negative, seen, at):
+    given = replace(spectrum(), smallest=tails(*negative))
+    axes = save_spectra(path, [given], L2, P).axes[1]
+    crossing = lines(axes)[f"mean zero crossing, seen in {seen} of 3"]
+    assert crossing.get_xdata()[0] == pytest.approx(at)
 
 
-class TestForeign:
-    def test_curves_and_interval(self):
-        given = foreign()
-        curves, picture = draw_foreign(given, "t").axes
-        drawn = lines(curves)
-        np.testing.assert_array_equal(drawn["full rank"].get_ydata(), given.full)
-        np.testing.assert_array_equal(drawn["low rank"].get_ydata(), given.low_rank)
-        assert drawn["full rank"].get_color() == FULL_RANK
-        assert len(curves.lines) == 12
-        band = curves.collections[0].get_paths()[0].vertices[:, 1]
-        assert (band.min(), band.max()) == (1.5, 3.5)
-        np.testing.assert_array_equal(picture.images[0].get_array(), given.image)
+def test_one_network_zeros_and_bad_spectra(path):
+    given = Spectrum("G", [torch.tensor([2.0, 1.0, 0.0])], [torch.empty(0)])
+    figure = save_spectra(path, [given], L2, P)
+    (axes,) = figure.axes
+    assert legend(figure) == ["one network", "λ = 0.01"]
+    assert 0 < axes.get_ylim()[0] <= L2
+    with pytest.raises(BadValueError, match="one network or more, got 0 and 0"):
+        save_spectra(path, [Spectrum("H", [], [])], L2, P)
 
-    def test_colours(self):
-        image = random(3, 4, 6)
-        drawn = draw_foreign(foreign(image), "t").axes[1].images[0].get_array()
-        np.testing.assert_array_equal(drawn, image.permute(1, 2, 0))
+
+def test_a_fit_is_drawn_as_it_draws_itself(path, dense_case):
+    fit = deltabars.fit(dense_case.model, dense_case.data, l2=0.05, rank=4, progress=False)
+    (axes,) = save_fit_spectra(path, fit).axes
+    assert lines(axes)["opg"].get_ydata() == pytest.approx(fit.spectra["opg"].values.numpy())
+
+
+def test_curves_are_the_smoothed_predicted_classes(path):
+    given = panel()
+    figure = save_uncertainty(path, [given, panel(wrong=0)])
+    axes = figure.axes[0]
+    p, std = (t.gather(1, given.label[:, None])[:, 0] for t in (given.probability, given.std))
+    for color, these in ((TRUE_POSITIVE, given.right), (FALSE_POSITIVE, ~given.right)):
+        line = next(line for line in axes.lines if line.get_color() == color)
+        grid = torch.from_numpy(line.get_xdata())
+        assert float(grid[0]) == float(p[these].min())
+        assert float(grid[-1]) == float(p[these].max())
+        np.testing.assert_allclose(line.get_ydata(), smooth(p[these], std[these], grid, 0.05))
+    assert len(axes.collections[0].get_offsets()) == given.std.numel()
+    assert legend(figure) == ["all classes", "true positives", "false positives"]
+    assert axes.get_xlabel() == "probability (340 true, 60 false positives)"
+
+
+def test_surfaces_are_maps_of_what_is_known(path):
+    std = random(3, 9)
+    std[1, 2] = torch.nan
+    figure = save_surfaces(path, RANKS, GRID, std, torch.full((3, 9), torch.nan), "t")
+    drawn = figure.axes[0].collections[0].get_array()
+    np.testing.assert_array_equal(np.ma.filled(drawn, np.nan), std.T.numpy())
+    assert figure.axes[0].collections[0].get_clim() == (0, float(std.nan_to_num().max()))
+
+
+def test_curves_and_interval_of_a_foreign_image(path):
+    given = foreign()
+    curves, picture = save_foreign(path, given, "t").axes
+    drawn = lines(curves)
+    np.testing.assert_array_equal(drawn["full rank"].get_ydata(), given.full)
+    np.testing.assert_array_equal(drawn["low rank"].get_ydata(), given.low_rank)
+    assert drawn["full rank"].get_color() == FULL_RANK
+    assert len(curves.lines) == 12
+    band = curves.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1.5, 3.5)
+    np.testing.assert_array_equal(picture.images[0].get_array(), given.image)
+    image = random(3, 4, 6)
+    picture = save_foreign(path, replace(given, image=image), "t").axes[1]
+    np.testing.assert_array_equal(picture.images[0].get_array(), image.permute(1, 2, 0))
 
 
 @pytest.mark.parametrize("colours", [(), (3,)])
-def test_rankings_are_sharp_and_in_their_places(colours, tmp_path):
-    """Every pixel is 2×2 equal dots of the file, of its own colour."""
-    from matplotlib.image import imread
-
+def test_rankings_have_each_image_in_its_cell(colours, path):
     given = block(*colours)
-    figure = draw_rankings([given, replace(given, title="highest")], "t")
-    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ant", "bee", "cicada"]
-    assert not figure.axes[1].get_yticklabels()
-    save_rankings(tmp_path / "a.png", [given, given], "t")
-    dots = imread(tmp_path / "a.png")
-    for axes in figure.axes:
-        box = axes.get_window_extent()
-        left, top = round(box.x0), len(dots) - round(box.y1)
-        for row in range(3):
-            for column in range(2):
-                y, x = top + row * 14, left + column * 12
-                shown = dots[y : y + 12, x : x + 10, :3].reshape(6, 2, 5, 2, 3)
-                image = given.images[row, column].numpy()
-                image = image.transpose(1, 2, 0) if colours else 1 - image[..., None]
-                # A pixel beside the block's frame is under it; colours are steps of 4/255 apart.
-                wanted = np.broadcast_to(image[:, None, :, None], shown.shape)
-                inner = np.s_[1:-1, :, 1:-1]
-                np.testing.assert_allclose(shown[inner], wanted[inner], atol=2.6 / 255)
+    first, second = save_rankings(path, [given, replace(given, title="highest")], "t").axes
+    assert [t.get_text() for t in first.get_yticklabels()] == ["ant", "bee", "cicada"]
+    assert not second.get_yticklabels()
+    for row in range(3):
+        for column in range(2):
+            shown = first.images[0].get_array()[7 * row : 7 * row + 6, 6 * column : 6 * column + 5]
+            image = given.images[row, column].numpy()
+            np.testing.assert_allclose(shown, image.transpose(1, 2, 0) if colours else 1 - image)
 
 
-class TestComparison:
-    def test_counts_lines_and_numbers(self):
-        axes = draw_comparisons([comparison(), comparison(0.4)]).axes[0]
-        assert axes.collections[0].get_array().sum() == 500
-        drawn = lines(axes)
-        assert drawn["identity"].get_slope() == 1
-        assert drawn["regression"].get_slope() == 1.2
-        assert drawn["regression"].get_xy1() == (0, 0.01)
-        assert axes.texts[0].get_text() == "R² = 0.987\nslope = 1.200\nintercept = 0.0100"
-        assert axes.get_xlim() == axes.get_ylim()
-
-    def test_numbers_that_no_line_can_be_laid_through(self):
-        (axes,) = draw_comparisons([comparison(math.nan)]).axes[:1]
-        assert set(lines(axes)) == {"identity"}
-        assert list(axes.texts) == []
-
-    def test_one_scale_of_colours(self):
-        figure = draw_comparisons([comparison(), replace(comparison(), x=torch.full((500,), 0.5))])
-        first, second = (axes.collections[0].norm for axes in figure.axes[:2])
-        assert (first.vmin, first.vmax) == (second.vmin, second.vmax)
-
-    def test_equal_points(self, tmp_path):
-        zeros = replace(comparison(), x=torch.zeros(3), y=torch.zeros(3))
-        save_comparisons(tmp_path / "a.png", [zeros])
+def test_comparisons_count_and_draw_lines_on_one_scale(path):
+    equal = replace(comparison(0.4), x=torch.zeros(500), y=torch.zeros(500))
+    figure = save_comparisons(path, [comparison(), equal, comparison(math.nan)])
+    first, second, third = figure.axes[:3]
+    assert first.collections[0].get_array().sum() == 500
+    drawn = lines(first)
+    assert drawn["identity"].get_slope() == 1
+    assert drawn["regression"].get_slope() == 1.2
+    assert drawn["regression"].get_xy1() == (0, 0.01)
+    assert first.texts[0].get_text() == "R² = 0.987\nslope = 1.200\nintercept = 0.0100"
+    assert first.get_xlim() == first.get_ylim()
+    assert first.collections[0].norm.vmax == second.collections[0].norm.vmax
+    assert set(lines(third)) == {"identity"}  # through which no line can be laid
 
 
-def test_gallery_rows_may_differ_in_length():
+def test_gallery_rows_may_differ_in_length(path):
     rows = [Row("r", random(3, 4, 4), list("abc")), Row("s", random(1, 4, 4), ["d"])]
-    captions = [axes.get_xlabel() for axes in draw_gallery("t", rows).axes]
+    captions = [axes.get_xlabel() for axes in save_gallery(path, "t", rows).axes]
     assert captions == ["a", "b", "c", "d", "", ""]
+
+
+def dense(x, y, grid, bandwidth):
+    """Weighted least squares at each grid point, by numpy's solver on the plain design matrix."""
+    values = []
+    for t in grid.tolist():
+        root = np.exp(-0.25 * ((x.double().numpy() - t) / bandwidth) ** 2)
+        design = np.stack([np.ones(len(x)), x.double().numpy() - t], 1) * root[:, None]
+        values.append(np.linalg.lstsq(design, y.double().numpy() * root, rcond=None)[0][0])
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bandwidth", [0.02, 0.1, 3.0])
+@pytest.mark.parametrize("count", [700, 9000])  # in one chunk, and in two
+def test_smoothing_is_weighted_least_squares(count, bandwidth):
+    x = random(count).float()
+    y = x * (1 - x) + 0.1 * random(count, seed=1)
+    grid = torch.linspace(0, 1, 23)
+    rows = torch.stack([y, 3 - y, 2 * x.double() - 1])
+    curves = smooth(x, rows, grid, bandwidth)
+    # At a bandwidth of 3 the points span a third of it: S₀S₂ − S₁² loses two digits of sixteen.
+    torch.testing.assert_close(curves[0], dense(x, y, grid, bandwidth), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(curves[1], 3 - curves[0], rtol=1e-10, atol=1e-12)
+    line = 2 * grid.double() - 1
+    torch.testing.assert_close(curves[2], line, rtol=1e-10, atol=1e-10)  # up to the ends
+    torch.testing.assert_close(smooth(x, y, grid, bandwidth), curves[0], rtol=1e-12, atol=1e-14)
+
+
+def test_smoothing_is_nan_where_too_little_lies_nearby():
+    x = torch.tensor([0.0, 0.05, 0.1, 0.5, 0.55, 0.9, 0.9, 0.9, 5.0])
+    curve = smooth(x, x, torch.tensor([0.05, 0.5, 0.9, 2.0]), 0.1)
+    # Three points; two points; three points, all weight on one x but for far neighbours; nothing.
+    assert curve.isnan().tolist() == [False, True, False, True]
+    assert smooth(torch.full((50,), 0.3), random(50), torch.tensor([0.3, 0.32]), 0.1).isnan().all()
+    # Many points at one end say nothing about the other, small weights or not.
+    x = torch.cat([torch.linspace(0.9, 1, 100_000), torch.tensor([0.4])])
+    assert smooth(x, x, torch.tensor([0.4, 0.6]), 0.1).isnan().all()
+    assert smooth(torch.empty(0), torch.empty(4, 0), torch.tensor([0.5]), 0.1).isnan().all()

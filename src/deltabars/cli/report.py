@@ -66,7 +66,7 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Find or make the predictions, and write the page."""
-    from deltabars.report.page.assembling import save_report
+    from deltabars.report.page import save_report
 
     if options.out.suffix.lower() not in _ENDINGS:
         raise BadValueError(

@@ -110,7 +110,7 @@ def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
         judged = None
         if "judgement" in arrays:  # older files have none
             judged = Judgement.read(parse_json(str(arrays["judgement"])))
-        prediction = Prediction(**{**dict.fromkeys(_OPTIONAL), **values}, judged=judged)
+        prediction = Prediction(**{**dict.fromkeys(_OPTIONAL), **values}, judgement=judged)
         targets = torch.from_numpy(arrays["targets"]) if "targets" in arrays else None
         names = tuple(str(name) for name in arrays["names"])
         _check(values, names, targets)

@@ -14,14 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from deltabars.errors import BadValueError, MissingDependencyError
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import ONE_AN_INPUT, ONE_AN_OUTPUT, Prediction
 from deltabars.storage.writing import write_whole
 
 ENDINGS = (".csv", ".jsonl", ".parquet")
-_ONE_AN_INPUT = (
-    "score", "score_error", "mutual_information", "entropy", "saturated", "impossible",
-)  # fmt: skip
-_SEVERAL_AN_INPUT = ("mean", "std", "std_error", "total_std", "moderated")
 _NAMED = ("target", "label")  # have a column of names, or a column an output
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
@@ -49,6 +45,7 @@ def columns_of(
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}
+    chosen = arrays.get("classes")
     truth = None if targets is None else targets.cpu().numpy()
     for name, numbers in (("target", truth), ("label", arrays.get("label"))):
         if numbers is not None and numbers.ndim > 1:
@@ -58,7 +55,6 @@ def columns_of(
             found[name] = numbers
             if classes is not None and numbers.dtype.kind in "iu":
                 found[f"{name}_name"] = _named(numbers, classes)
-    chosen = arrays.get("classes")
     if "label" in found:
         of_class = np.arange(prediction.mean.shape[1]) if chosen is None else chosen
         same = of_class == found["label"][:, None]  # (B, C); none where it was not asked for
@@ -66,13 +62,10 @@ def columns_of(
         found["probability"] = np.where(same.any(1), probability, math.nan)
         if "target" in found:
             found["right"] = found["target"] == found["label"]
-    found.update({name: arrays[name] for name in _ONE_AN_INPUT if name in arrays})
     endings = _endings(prediction.mean.shape[1], classes if chosen is None else None)
-    if chosen is not None:
-        found.update({f"class_{k}": _named(each, classes) for k, each in enumerate(chosen.T)})
-    for name in _SEVERAL_AN_INPUT:
-        if name in arrays:
-            found.update({f"{name}_{end}": arrays[name][:, k] for k, end in enumerate(endings)})
+    for name, values in prediction.columns(endings, interval_ends=False).items():
+        is_number = chosen is not None and name.startswith("class_")
+        found.setdefault(name, _named(values, classes) if is_number else values)
     return found
 
 
@@ -124,8 +117,8 @@ def _endings(count: int, classes: Sequence[str] | None) -> list[str]:
         raise BadValueError(
             f"classes: expected a name for each of the {count} outputs, got {len(classes)}."
         )
-    fixed = [*_ONE_AN_INPUT, *(f"{name}_name" for name in _NAMED)]
-    whole = [f"{name}_{end}" for name in (*_SEVERAL_AN_INPUT, *_NAMED) for end in classes]
+    fixed = [*ONE_AN_INPUT, *(f"{name}_name" for name in _NAMED)]
+    whole = [f"{name}_{end}" for name in (*ONE_AN_OUTPUT, *_NAMED) for end in classes]
     if len({*fixed, *whole}) == len(fixed) + len(whole):
         return list(classes)
     return [f"{k}_{name}" for k, name in enumerate(classes)]  # no prefix above ends in a digit

@@ -16,6 +16,7 @@ from deltabars.prediction.display import axes_or_new, html_table, marker_for, pa
 from deltabars.prediction.judgement import Evidence
 from deltabars.problem.parameters import LastLayer
 from deltabars.problem.prior import L2
+from deltabars.problem.problem import how_far, is_far
 from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 SANDWICH, REACH = "sandwich", "interval_reach"
@@ -79,14 +80,15 @@ def evidence_of(state: FittedState, rank: int, estimator: str) -> Evidence:
     """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
     known = state.diagnostics
     gradient, distance = map(known.get, ("relative_gradient", "distance_from_optimum"))
+    # Diagnostics from a file may be anything: what is no number is no evidence.
+    gradient = float(gradient) if isinstance(gradient, int | float) else 0.0
+    distance = float(distance) if isinstance(distance, int | float) else None
     last = set(LastLayer().names(state.network.model))
     return Evidence(
         rank,
         estimator == "opg",
         set(state.network.parameters.names) <= last,
-        # Diagnostics from a file may be anything: what is no number is no evidence.
-        float(gradient) if isinstance(gradient, int | float) else 0.0,
-        float(distance) if isinstance(distance, int | float) else None,
+        how_far(gradient, distance) if is_far(gradient, distance) else "",
         known.get("at_chance") is True,
     )
 

@@ -21,7 +21,8 @@ from deltabars.fitting.options import check_batch_size
 from deltabars.fitting.saving import MAX_FILE_SIZE, save
 from deltabars.fitting.state import FittedState
 from deltabars.fitting.tuning import Tuning, tune_l2
-from deltabars.prediction.averaging import SAMPLES, Classes, choose_classes, choose_moderation
+from deltabars.prediction.averaging import SAMPLES, choose_moderation
+from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
 from deltabars.problem.prior import L2
@@ -71,8 +72,8 @@ class DeltaFit(FittedState):
                 ones, or a list of class numbers: only their rows are computed, and only they count
                 in the score.
             moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
-                `samples` points of the logits' scatter (`"sampling"`), by a formula without the
-                mutual information (`"probit"`), or not (None). `"auto"` samples up to 100 classes.
+                `samples` points of the logits' scatter (`"sampling"`), or not (None). `"auto"`
+                samples up to 100 classes.
             samples, seed: of the sampling; the same ones for all inputs.
             batch_size: inputs processed at a time; chosen by the memory budget by default.
             progress: whether to show it; as the fit does by default.

@@ -1,12 +1,10 @@
 """What error bars can be read as: one judgement, which everything that shows a prediction shows.
 
 A bar is the standard deviation of a probability that is linear in the weights. Two inequalities
-tell where none is. A number in [0, 1] of mean p has a standard deviation of √(p(1 − p)) at most.
-And its deviation from p̂ is at least that of its average p̄, E(p − p̂)² ≥ (p̄ − p̂)², summed over the
-classes E‖p − p̂‖² ≥ ‖p̄ − p̂‖², so that a score far below that is too small. With one logit of
-standard deviation s the first needs s > 2, at p = ½; the second, at p → 1 and by three bars,
-(exp(s²/2) − 1)/s > 3, which is s > 2 as well. Both say that the weights scatter the logits farther
-than the softmax is straight.
+show where none is. A number in [0, 1] of mean p has a standard deviation of √(p(1 − p)) at most.
+And its mean square deviation from p̂ is at least that of its average p̄: over the classes
+E‖p − p̂‖² ≥ ‖p̄ − p̂‖², so that a score far below that is too small. For one logit both mean that the
+weights scatter it by a standard deviation above 2, farther than the softmax is straight.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-
-from deltabars.problem.problem import TRAIN_ON, how_far, is_far
 
 LEVELS = ("bars", "ranking only", "meaningless")
 
@@ -35,17 +31,14 @@ class Evidence:
         rank: K of the prediction.
         opg: whether the estimator is the one whose bound narrows first.
         last_layer: whether no other parameters were fitted.
-        relative_gradient: ‖∇cost‖ over the norms of its two parts.
-        distance: from the optimum, in error bars (`deltabars.effective`); None in a fit
-            of an older version.
+        off_optimum: how far the weights are from an optimum, in words; empty where they are near.
         at_chance: whether the network is no better on its training data than constant outputs.
     """
 
     rank: int
     opg: bool
     last_layer: bool
-    relative_gradient: float
-    distance: float | None
+    off_optimum: str = ""
     at_chance: bool = False
 
 
@@ -82,7 +75,7 @@ class Judgement:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Judgement:
-        """A judgement from JSON, of `dataclasses.asdict`.
+        """Read a judgement from JSON, of `dataclasses.asdict`.
 
         Raises:
             ValueError, KeyError, TypeError: it is none.
@@ -95,101 +88,67 @@ class Judgement:
 
 
 def judge(evidence: Evidence, prediction: Any) -> Judgement:
-    """The judgement of a prediction: that of its worst finding, with the reasons of all."""
-    found = [
-        finding
-        for finding in (
-            _of_training(evidence),
-            _of_linearity(evidence, prediction),
-            _of_optimum(evidence),
-            _of_bound(evidence, prediction),
+    """Judge a prediction by its worst finding; the reasons and remedies are those of all."""
+    found = []  # severity, reason, remedy
+    if evidence.at_chance:
+        reason = "On the training data the network is no better than chance."
+        remedy = "Load the trained weights, and prepare inputs and targets as in training."
+        found.append((2, reason, remedy))
+    wide, flat = prediction.impossible, prediction.saturated
+    if wide is not None and len(wide):
+        share = _share(wide if flat is None else wide | flat)
+        marks = {
+            "above what a probability can have": wide,
+            "that vanishes where the softmax saturates": flat,
+        }
+        parts = [
+            f"{_share(mark):.0%} of the inputs have an error bar {text}"
+            for text, mark in marks.items()
+            if mark is not None and bool(mark.any())
+        ]
+        reason = f"The weights scatter too far for a first-order answer: {' and '.join(parts)}."
+        few = "" if evidence.last_layer else ", or fewer parameters (those of the last layer)"
+        if share > _SOME:
+            found.append((2 if share > _MOST else 1, reason, f"Fit with a larger λ{few}."))
+    if evidence.off_optimum:
+        reason = f"The weights are at no optimum: {evidence.off_optimum}."
+        remedy = "Train on with this cost, or give the λ that the network was trained with."
+        found.append((1, reason, remedy))
+    bound = mean_bound(prediction)
+    if bound > _WIDE:
+        reason = (
+            f"With K = {evidence.rank:,} a score is known to ± {bound:.0%} of itself on average."
         )
-        if finding is not None
-    ]
+        other = "" if evidence.opg else ", or with the estimator opg"
+        remedy = f"Fit with a larger rank, or let it choose itself{other}."
+        found.append((2 if bound > _EMPTY else 1, reason, remedy))
     if not found:
         reason = "Nothing speaks against reading the error bars as standard deviations."
         return Judgement(LEVELS[0], reason, "", evidence)
-    found.sort(key=lambda finding: -LEVELS.index(finding[0]))
-    levels, reasons, remedies = zip(*found, strict=True)
-    return Judgement(levels[0], " ".join(reasons), " ".join(remedies), evidence)
+    found.sort(key=lambda finding: -finding[0])
+    severities, reasons, remedies = zip(*found, strict=True)
+    return Judgement(LEVELS[severities[0]], " ".join(reasons), " ".join(remedies), evidence)
 
 
 def impossible(mean: Tensor, std: Tensor) -> Tensor:
-    """Where a bar is above what a probability can have: std > √(p(1 − p)) of some class, (B,)."""
+    """Mark inputs (B,) with a bar above what a probability can have: std > √(p(1 − p))."""
     mean, std = mean.double(), std.double()
     most = (mean * (1 - mean)).clamp(min=0).sqrt()
     return ((std > most) & (std > _VISIBLE)).any(1)
 
 
 def saturated(mean: Tensor, score: Tensor, moderated: Tensor) -> Tensor:
-    """Where bars vanish although the probabilities move, ‖p̄ − p̂‖ > 3·score, (B,)."""
+    """Mark inputs (B,) whose bars vanish although their probabilities move: ‖p̄ − p̂‖ > 3·score."""
     moved = (moderated.double() - mean.double()).norm(dim=1)
     return (moved > _BARS_OFF * score.double()) & (moved > _VISIBLE)
 
 
-_Finding = tuple[str, str, str]  # level, reason, remedy
-
-
-def _of_training(evidence: Evidence) -> _Finding | None:
-    if not evidence.at_chance:
-        return None
-    return (
-        LEVELS[2],
-        "On the training data the network is no better than chance.",
-        "Load the trained weights, and prepare inputs and targets as in training.",
-    )
-
-
-def _of_linearity(evidence: Evidence, prediction: Any) -> _Finding | None:
-    wide, flat = prediction.impossible, prediction.saturated
-    if wide is None or not len(wide):
-        return None
-    fails = wide if flat is None else wide | flat
-    share = float(fails.double().mean())
-    if share <= _SOME:
-        return None
-    few = "" if evidence.last_layer else ", or fewer parameters (those of the last layer)"
-    said = {
-        "above what a probability can have": wide,
-        "that vanishes where the softmax saturates": flat,
-    }
-    parts = [
-        f"{_percent(these)} of the inputs have an error bar {text}"
-        for text, these in said.items()
-        if these is not None and bool(these.any())
-    ]
-    return (
-        LEVELS[2] if share > _MOST else LEVELS[1],
-        f"The weights scatter too far for a first-order answer: {' and '.join(parts)}.",
-        f"Fit with a larger λ{few}.",
-    )
-
-
-def _of_optimum(evidence: Evidence) -> _Finding | None:
-    if not is_far(evidence.relative_gradient, evidence.distance):
-        return None
-    said = how_far(evidence.relative_gradient, evidence.distance)
-    return LEVELS[1], f"The weights are at no optimum: {said}.", TRAIN_ON
-
-
-def _of_bound(evidence: Evidence, prediction: Any) -> _Finding | None:
-    bound = mean_bound(prediction)
-    if bound <= _WIDE:
-        return None
-    other = "" if evidence.opg else ", or with the estimator opg"
-    return (
-        LEVELS[2] if bound > _EMPTY else LEVELS[1],
-        f"With K = {evidence.rank:,} a score is known to ± {bound:.0%} of itself on average.",
-        f"Fit with a larger rank, or let it choose itself{other}.",
-    )
-
-
 def mean_bound(prediction: Any) -> float:
-    """The mean of score_error / score, over the inputs whose score is not zero."""
+    """Return the mean of score_error / score, over the inputs whose score is not zero."""
     score, error = prediction.score.double(), prediction.score_error.double()
     positive = score > 0
     return float((error[positive] / score[positive]).mean()) if bool(positive.any()) else 0.0
 
 
-def _percent(these: Tensor) -> str:
-    return f"{float(these.double().mean()):.0%}"
+def _share(mark: Tensor) -> float:
+    return float(mark.double().mean())

@@ -15,7 +15,7 @@ from deltabars.errors import BadValueError
 class Regression:
     """A least-squares line y ≈ intercept + slope·x, and the share of variance it explains.
 
-    All three are NaN where no line is told by the numbers: all x, or all y, are the same.
+    All three are NaN where there is no such line: all x, or all y, are the same.
     """
 
     r2: float
@@ -35,10 +35,9 @@ def regression(x: Tensor, y: Tensor) -> Regression:
 
 
 def auroc(positives: Tensor, negatives: Tensor) -> float:
-    """How well a number tells positives from negatives: the area under its ROC curve.
+    """Compute how well a number tells positives from negatives: the area under its ROC curve.
 
-    It is the chance that a positive's number is above a negative's, ties counting half: 1 where all
-    positives are above all negatives, ½ where the number says nothing.
+    It is the chance that a positive's number is above a negative's, ties counting half.
 
     Example:
         >>> import torch
@@ -71,7 +70,7 @@ class RiskCoverage:
 
 
 def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
-    """The risk at every coverage, answering in the order of the score, the lowest first.
+    """Compute the risk at every coverage, answering in the order of the score, the lowest first.
 
     Inputs of the same score are answered in any order; the risk is the mean over these orders, so
     that the order of the inputs does not matter.
@@ -106,7 +105,7 @@ def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
 
 
 def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
-    """How far the highest probability is from the share of right predictions, on average.
+    """Compute how far the highest probability is from the share of right predictions, on average.
 
     Predictions are put into `bins` intervals of equal width by their highest probability (a lower
     end belongs to its interval, and 1 to the last). The result is the mean over all predictions of
@@ -130,8 +129,7 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int
     highest, label = probabilities.double().max(1)
     if not bool(((highest >= 0) & (highest <= 1)).all()):
         raise BadValueError(
-            "expected_calibration_error: expected probabilities, got numbers outside [0, 1]. Give "
-            "a softmax of logits."
+            "expected_calibration_error: expected probabilities, got numbers outside [0, 1]."
         )
     ends = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=highest.device)
     place = torch.bucketize(highest, ends[1:-1], right=True)

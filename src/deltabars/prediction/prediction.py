@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,15 +22,12 @@ from deltabars.prediction.display import (
 )
 from deltabars.prediction.judgement import Evidence, Judgement, impossible, judge, saturated
 
-# The columns of a table: those of an input, and those of its outputs by their titles.
-_ONE_AN_INPUT = (
+# The columns of a table: those of an input, and those of each of its outputs.
+ONE_AN_INPUT = (
     "score", "score_error", "score_low", "score_high", "mutual_information", "entropy",
     "saturated", "impossible",
 )  # fmt: skip
-_SEVERAL_AN_INPUT = {"class": "classes"} | {
-    name: name
-    for name in ("mean", "std", "std_error", "std_low", "std_high", "total_std", "moderated")
-}
+ONE_AN_OUTPUT = ("mean", "std", "std_error", "std_low", "std_high", "total_std", "moderated")
 
 
 class Arrays(dict[str, Any]):
@@ -93,16 +91,7 @@ class Prediction:
     mutual_information: Tensor | None = None
     saturated: Tensor | None = None
     impossible: Tensor | None = None
-    judged: InitVar[Judgement | None] = None  # all fields are arrays, and this is none
-
-    def __post_init__(self, judged: Judgement | None) -> None:
-        object.__setattr__(self, "judged", judged)
-
-    @property
-    def judgement(self) -> Judgement | None:
-        """What the error bars can be read as."""
-        found: Judgement | None = self.__dict__["judged"]
-        return found
+    judgement: Judgement | None = None
 
     @classmethod
     def compute(
@@ -118,72 +107,55 @@ class Prediction:
         moderated: Moderated | None = None,
         of_probabilities: bool = False,
     ) -> Prediction:
-        """Error bars of one batch; everything is float64 until the end.
+        """Put error bars on one batch; everything is float64 until the end.
 
         Args:
             of_probabilities: whether the mean is one of probabilities.
         """
+        values: dict[str, Tensor | None] = {
+            "variance": spread.variance,
+            "covariance": spread.covariance if with_covariance else None,
+        }
         std, score = spread.std(bound), spread.score(bound)
-        kind = mean.dtype
-        whole = spread.covariance if with_covariance else None
-        total = None if noise is None else (spread.variance + noise**2).sqrt()
-        average, entropy, information = None, None, None
+        for name, interval in (("std", std), ("score", score)):
+            values[name], values[f"{name}_error"] = interval.value, interval.error
+            values[f"{name}_low"], values[f"{name}_high"] = interval.low, interval.high
+        if noise is not None:
+            values["noise"] = torch.full_like(mean, noise)
+            values["total_std"] = (spread.variance + noise**2).sqrt()
         if moderated is not None:
-            average, entropy = moderated.mean.to(kind), moderated.entropy.to(kind)
-            information = moderated.mutual_information
-        flat = wide = None
+            average, values["entropy"], values["mutual_information"] = moderated
+            values["moderated"] = average
+        found: dict[str, Any] = {
+            name: None if value is None else value.to(mean.dtype) for name, value in values.items()
+        }
         if of_probabilities:
-            wide = impossible(mean, std.value)
-            flat = None if moderated is None else saturated(mean, score.value, moderated.mean)
-        return cls(
-            mean=mean,
-            std=std.value.to(kind),
-            variance=spread.variance.to(kind),
-            std_error=std.error.to(kind),
-            std_low=std.low.to(kind),
-            std_high=std.high.to(kind),
-            score=score.value.to(kind),
-            score_error=score.error.to(kind),
-            score_low=score.low.to(kind),
-            score_high=score.high.to(kind),
-            covariance=None if whole is None else whole.to(kind),
-            label=label,
-            noise=None if noise is None else torch.full_like(mean, noise),
-            total_std=None if total is None else total.to(kind),
-            classes=classes,
-            moderated=average,
-            entropy=entropy,
-            mutual_information=None if information is None else information.to(kind),
-            saturated=flat,
-            impossible=wide,
-        )
+            found["impossible"] = impossible(mean, std.value)
+            if moderated is not None:
+                found["saturated"] = saturated(mean, score.value, moderated.mean)
+        return cls(mean=mean, label=label, classes=classes, **found)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Prediction]) -> Prediction:
-        """Several batches as one."""
-        columns = {
-            field.name: [getattr(part, field.name) for part in parts] for field in fields(cls)
-        }
+        """Join several batches; judge them as one where they are of one fit."""
+        first = parts[0]
         joined: dict[str, Any] = {
-            name: None if column[0] is None else torch.cat(column)
-            for name, column in columns.items()
+            name: torch.cat([getattr(part, name) for part in parts]) for name in first._tensors()
         }
-        whole = cls(**joined)
-        judgements = {part.judgement for part in parts}
-        first = parts[0].judgement
-        if first is None or len({found.evidence for found in judgements if found}) != 1:
-            return whole
-        return whole if None in judgements else whole.judged_by(first.evidence)
+        whole = replace(first, **joined, judgement=None)
+        found = {None if part.judgement is None else part.judgement.evidence for part in parts}
+        evidence = found.pop()
+        return whole if found or evidence is None else whole.judged_by(evidence)
 
     def judged_by(self, evidence: Evidence) -> Prediction:
-        """The same prediction with its judgement."""
-        return replace(self, judged=judge(evidence, self))
+        """Judge the prediction by the evidence of its fit."""
+        return replace(self, judgement=judge(evidence, self))
 
     def __len__(self) -> int:
         return self.mean.shape[0]
 
     def __getitem__(self, index: Any) -> Prediction:
-        """The inputs that `index` selects; one number selects one input and keeps the batch."""
+        """Select inputs; one number selects one input and keeps the batch."""
         if isinstance(index, Integral) or (isinstance(index, Tensor) and index.ndim == 0):
             index = operator.index(index)
             if not -len(self) <= index < len(self):
@@ -192,7 +164,7 @@ class Prediction:
         return self._map(lambda value: value[index])
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """The lower and upper ends (B, C) of the intervals that targets to come lie in.
+        """Return the ends (B, C) of the intervals that targets to come lie in.
 
         mean ∓ z·total_std, with z the normal quantile of (1 + level)/2: of each output by itself.
 
@@ -211,52 +183,59 @@ class Prediction:
         return self.mean - reach, self.mean + reach
 
     def to(self, device: torch.device | str) -> Prediction:
-        """The same prediction on a device."""
+        """Return the same prediction on a device."""
         return self._map(lambda value: value.to(device))
 
     def numpy(self) -> Arrays:
-        """All fields as NumPy arrays."""
-        return Arrays({name: value.cpu().numpy() for name, value in self._present().items()})
+        """Return all tensors that are known as NumPy arrays."""
+        return Arrays({name: value.cpu().numpy() for name, value in self._tensors().items()})
+
+    def columns(
+        self, endings: Sequence[str] | None = None, *, interval_ends: bool = True
+    ) -> dict[str, np.ndarray]:
+        """Return the columns of a table: label, score, information, then those of each output.
+
+        Args:
+            endings: of the columns of an output, such as names of classes; by default its number,
+                or its index among the classes that were asked for (`class_0`, … are their numbers).
+            interval_ends: whether to have `score_low`, `std_high_0` and the like.
+        """
+        arrays = self.numpy()
+        if not interval_ends:
+            arrays = Arrays({k: v for k, v in arrays.items() if not k.endswith(("_low", "_high"))})
+        ends = endings or [str(k) for k in range(self.mean.shape[1])]
+        found = {
+            name: arrays[name]
+            for name in ("label", *ONE_AN_INPUT)
+            if name in arrays and arrays[name].ndim == 1
+        }
+        for name in ("classes", *ONE_AN_OUTPUT):
+            title = "class" if name == "classes" else name
+            if name in arrays:
+                found |= {f"{title}_{end}": arrays[name][:, k] for k, end in enumerate(ends)}
+        return found
 
     def to_pandas(self) -> Any:
-        """One row an input: label, score, information and entropy, then all classes' columns.
-
-        The columns of a class end in its number; where only some classes were asked for, in its
-        place among them, and `class_0`, … have the numbers.
-        """
+        """Return a pandas DataFrame with the columns of `columns`, one row an input."""
         try:
             import pandas
         except ImportError as error:
             raise MissingDependencyError(
                 "to_pandas() needs pandas: pip install 'deltabars[pandas]'."
             ) from error
-        arrays = self.numpy()
-        columns: dict[str, Any] = {}
-        if self.label is not None and self.label.ndim == 1:
-            columns["label"] = arrays["label"]
-        for name in _ONE_AN_INPUT:
-            if name in arrays:
-                columns[name] = arrays[name]
-        for title, name in _SEVERAL_AN_INPUT.items():
-            if name in arrays:
-                for k in range(self.mean.shape[1]):
-                    columns[f"{title}_{k}"] = arrays[name][:, k]
-        return pandas.DataFrame(columns)
+        return pandas.DataFrame(self.columns())
 
-    def plot(
-        self, ax: Any = None, *, targets: Tensor | None = None, names: Sequence[str] | None = None
-    ) -> Any:
+    def plot(self, ax: Any = None, *, targets: Tensor | None = None) -> Any:
         """Draw up to six inputs' means with their error bars; of more, std against mean.
 
         Args:
             ax: matplotlib Axes to draw into; a new figure by default.
             targets: the true classes (B,), to tell right from wrong predictions by colour.
-            names: of the C outputs.
 
         Returns:
             The Axes.
         """
-        return draw_prediction(self, ax, targets, names)
+        return draw_prediction(self, ax, targets)
 
     def __repr__(self) -> str:
         return describe_prediction(self)
@@ -264,11 +243,10 @@ class Prediction:
     def _repr_html_(self) -> str:
         return describe_prediction_in_html(self)
 
-    def _present(self) -> Mapping[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def _map(self, function: Any) -> Prediction:
-        present: dict[str, Any] = {name: function(value) for name, value in self._present().items()}
-        values: dict[str, Any] = {field.name: present.get(field.name) for field in fields(self)}
-        return Prediction(**values, judged=self.judgement)
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
+        mapped: dict[str, Any] = {k: function(value) for k, value in self._tensors().items()}
+        return replace(self, **mapped)

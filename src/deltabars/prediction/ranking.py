@@ -12,19 +12,19 @@ CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
 
 
 def most_certain(prediction: Prediction, count: int) -> Tensor:
-    """The places (count,) of the inputs with the lowest scores, the lowest first."""
-    return _order(prediction, count, descending=False)
+    """Return the indices (count,) of the inputs with the lowest scores, the lowest first."""
+    return ranked(prediction, _checked(count, prediction), most_certain=True)
 
 
 def least_certain(prediction: Prediction, count: int) -> Tensor:
-    """The places (count,) of the inputs with the highest scores, the highest first."""
-    return _order(prediction, count, descending=True)
+    """Return the indices (count,) of the inputs with the highest scores, the highest first."""
+    return ranked(prediction, _checked(count, prediction))
 
 
-def _order(prediction: Prediction, count: int, descending: bool) -> Tensor:
+def _checked(count: int, prediction: Prediction) -> int:
     if not 1 <= count <= len(prediction):
         raise BadValueError(f"count: expected 1 to {len(prediction)}, got {count}.")
-    return prediction.score.sort(descending=descending, stable=True).indices[:count]
+    return count
 
 
 def ranked(
@@ -37,7 +37,7 @@ def ranked(
     per_class: bool = False,
     wrong: bool = False,
 ) -> Tensor:
-    """The places (n,) of the inputs to look at first, at most `count` of them.
+    """Return the indices (n,) of the inputs to look at first, at most `count` of them.
 
     Args:
         prediction: B inputs.
@@ -66,23 +66,23 @@ def ranked(
     doubt = _doubt(prediction, by, targets)
     doubt = doubt.nan_to_num(torch.inf if most_certain else -torch.inf)  # last in both orders
     order = doubt.sort(descending=not most_certain, stable=True).indices
+    if not wrong and not per_class:
+        return order[:count]
     labels = prediction.label
-    if (wrong or per_class) and (labels is None or labels.ndim != 1):
+    if labels is None or labels.ndim != 1:
         raise BadValueError("wrong, per_class: expected predictions of one class an input.")
     if wrong:
         if targets is None or targets.ndim != 1:
             raise BadValueError("wrong: expected data with targets, got none.")
-        assert labels is not None
         order = order[(labels != targets)[order]]
-    if per_class:
-        assert labels is not None
-        found = labels[order]
-        return torch.cat([order[found == label][:count] for label in found.unique()] or [order[:0]])
-    return order[:count]
+    if not per_class:
+        return order[:count]
+    found = labels[order]
+    return torch.cat([order[found == label][:count] for label in found.unique()] or [order])
 
 
 def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
-    """The probability (B,) that each input's own target has; NaN where it is no class.
+    """Return the probability (B,) that each input's own target has; NaN where it is no class.
 
     Of one output with yes or no as targets, it is that of the answer.
 
@@ -104,7 +104,6 @@ def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor
 
 
 def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
-    """A number (B,) that is high for inputs to look at first."""
     if by not in CRITERIA:
         raise BadValueError(f"by: expected one of {CRITERIA}, got {by!r}.")
     if by != "score" and prediction.total_std is not None:

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from deltabars.covariance.low_rank import Covariance
 from deltabars.curvature.pullback import Pullback
-from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
+from deltabars.curvature.sensitivity import cotangents, sensitivities
 from deltabars.errors import DataError
 from deltabars.likelihoods.base import Likelihood
-from deltabars.prediction.averaging import Classes, Moderation
+from deltabars.prediction.averaging import Moderation
+from deltabars.prediction.classes import Classes
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
-from deltabars.problem.inputs import Inputs, Signature, leaves
+from deltabars.problem.inputs import Signature, leaves
 from deltabars.problem.network import Network, model_errors
-from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress
 from deltabars.runtime.vectors import Basis, ShardedVectors
@@ -29,6 +29,8 @@ _READ_SIZE = 8192  # inputs, where they do not come in batches
 _LARGEST_CHUNK = 1024
 _PROBE = 8  # inputs that memory is measured on
 _COPIES = 4  # of the projections (or L Lᵀ), that their squares and sums take about
+
+Found = dict[str, Prediction]
 
 
 @dataclass(frozen=True)
@@ -57,63 +59,57 @@ class Scorer:
     moderation: Moderation | None
     memory_budget: int | None
 
-    def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> dict[str, Prediction]:
-        """The predictions of every covariance; F and its projections are computed once.
+    def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> Found:
+        """Predict with every covariance; F and its projections are computed once.
 
         The chunk size is chosen by the memory budget if None.
         """
-        parts: dict[str, list[Prediction]] = {name: [] for name in self.covariances}
+        parts: list[Found] = []
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         done = 0
         with Progress("Predicting", total, "input", progress) as bar:
-            for predictions in self._predictions(inputs, chunk_size):
-                for name, prediction in predictions.items():
-                    parts[name].append(prediction)
-                done += len(next(iter(predictions.values())))
+            for found in self._parts(inputs, chunk_size):
+                parts.append(found)
+                done += len(next(iter(found.values())))
                 bar.show(done)
-        if not done:
+        if not parts:
             raise DataError("Inputs: expected at least one, got none.")
-        return {name: Prediction.concatenate(part) for name, part in parts.items()}
+        return {name: Prediction.concatenate([p[name] for p in parts]) for name in parts[0]}
 
-    def _predictions(self, inputs: Any, given: int | None) -> Iterator[dict[str, Prediction]]:
-        """The predictions of all inputs, a chunk at a time."""
-        size = None if given is None else ChunkSize(given)
-        sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
-        if sharded:
-            yield from self._in_step(inputs, given, sharded[0].space.group)
+    def _parts(self, inputs: Any, given: int | None) -> Iterator[Found]:
+        batches = read_inputs(inputs, self.signature, self._network)
+        if any(isinstance(basis, ShardedVectors) for basis in self.bases.values()):
+            yield from self._in_step(batches, given)
             return
-        for batch in read_inputs(inputs, self.signature, self._network):
-            size = ChunkSize(self._choose_chunk_size(batch)) if size is None else size
+        size = None if given is None else ChunkSize(given)
+        for batch in batches:
+            size = size or ChunkSize(self._choose_chunk_size(batch))
             yield from size.each([batch], self._predict_chunk)
 
-    def _in_step(
-        self, inputs: Any, given: int | None, group: Group
-    ) -> Iterator[dict[str, Prediction]]:
-        """The same where ranks share the eigenvectors, whose columns all of them ask for at once.
+    def _in_step(self, batches: Iterator[Batch], given: int | None) -> Iterator[Found]:
+        """Predict where processes share the eigenvectors, whose columns all ask for at once.
 
-        Each predicts its own inputs. One that has no more goes through its last chunk again, for as
-        long as any other has some.
+        Each predicts its own inputs. One that has no more repeats its last chunk for as long as any
+        other has some.
         """
-        if True:
-            chunks = self._chunks(inputs, given)
-            last: Batch | None = None
-            while True:
-                chunk = next(chunks, None)
-                if not any(group.gather_objects(chunk is not None)):
-                    return
-                last = chunk or last
-                if last is None:
-                    raise DataError("Inputs: expected at least one on every rank, got none.")
-                found = self._predict_chunk(last)
-                if chunk is not None:
-                    yield found
+        sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
+        group = sharded[0].space.group
+        chunks = (
+            chunk
+            for batch in batches
+            for chunk in batch.split(given or self._choose_chunk_size(batch))
+        )
+        chunk = last = next(chunks, None)
+        while any(group.gather_objects(chunk is not None)):
+            if last is None:
+                raise DataError("Inputs: expected at least one on every rank, got none.")
+            found = self._predict_chunk(last)
+            if chunk is not None:
+                yield found
+            chunk = next(chunks, None)
+            last = chunk or last
 
-    def _chunks(self, inputs: Any, given: int | None) -> Iterator[Batch]:
-        for batch in read_inputs(inputs, self.signature, self._network):
-            given = given or self._choose_chunk_size(batch)
-            yield from batch.split(given)
-
-    def _predict_chunk(self, chunk: Batch) -> dict[str, Prediction]:
+    def _predict_chunk(self, chunk: Batch) -> Found:
         with self._network.evaluation(), model_errors():
             outputs, sensitivity = sensitivities(
                 self.pullback,
@@ -126,33 +122,30 @@ class Scorer:
             )
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        return {
-            name: self._prediction(outputs, sensitivity, covariance)
-            for name, covariance in self.covariances.items()
-        }
-
-    def _prediction(
-        self, outputs: Tensor, sensitivity: Sensitivity, covariance: Covariance
-    ) -> Prediction:
-        spread = covariance.spread(sensitivity.squares, sensitivity.projections, sensitivity.gram)
-        moderated = None
-        if self.moderation is not None:
-            assert spread.covariance is not None
-            moderated = self.moderation(outputs, spread.covariance)
-        return Prediction.compute(
-            sensitivity.value,
-            spread.scaled(sensitivity.slope),
-            self.likelihood.label(self.likelihood.mean(outputs)),
-            self.likelihood.target_noise,
-            bound=self.bound,
-            with_covariance=self.with_covariance,
-            classes=None if self.classes is None else self.classes(outputs),
-            moderated=moderated,
-            of_probabilities=self.space == "probability" and self.likelihood.discrete,
-        )
+        predictions = {}
+        for name, covariance in self.covariances.items():
+            spread = covariance.spread(
+                sensitivity.squares, sensitivity.projections, sensitivity.gram
+            )
+            moderated = None
+            if self.moderation is not None:
+                assert spread.covariance is not None
+                moderated = self.moderation(outputs, spread.covariance)
+            predictions[name] = Prediction.compute(
+                sensitivity.value,
+                spread.scaled(sensitivity.slope),
+                self.likelihood.label(self.likelihood.mean(outputs)),
+                self.likelihood.target_noise,
+                bound=self.bound,
+                with_covariance=self.with_covariance,
+                classes=None if self.classes is None else self.classes(outputs),
+                moderated=moderated,
+                of_probabilities=self.space == "probability" and self.likelihood.discrete,
+            )
+        return predictions
 
     def _choose_chunk_size(self, batch: Batch) -> int:
-        """Inputs at a time: activations, the largest layer's part of F, and F·Q must fit."""
+        """Choose the inputs at a time: activations, a layer's part of F, and F·Q must fit."""
         few = batch.rows(slice(0, _PROBE))
         columns = sum(basis.shape[0] for basis in self.bases.values())
         rows = partial(cotangents, self.likelihood, self.space, self.classes)
@@ -179,23 +172,20 @@ class Scorer:
 
 
 def read_inputs(inputs: Any, signature: Signature, network: Network) -> Iterator[Batch]:
-    """The inputs in batches on the network's device, each of them checked; targets are left out."""
+    """Yield checked inputs in batches on the network's device, without their targets."""
     if isinstance(inputs, list):
         check_not_batches(inputs, signature)
+    own = network.device
     for raw in iterate(inputs, _READ_SIZE):
         batch = unlabelled(raw, signature)
-        _check(batch.inputs, signature, network)
-        yield batch.to(network.device, network.dtype)
-
-
-def _check(inputs: Inputs, signature: Signature, network: Network) -> None:
-    signature.check(inputs, also=str(network.dtype))
-    own = network.device
-    for leaf in leaves(inputs):
-        if leaf.device.type not in ("cpu", own.type):
-            places = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
-            raise DataError(
-                f"Inputs: expected tensors on {places}, got {leaf.device}. Move them with .to(…)."
-            )
-        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-            raise DataError("Inputs: expected finite values, got NaN or infinity.")
+        signature.check(batch.inputs, also=str(network.dtype))
+        for leaf in leaves(batch.inputs):
+            if leaf.device.type not in ("cpu", own.type):
+                known = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
+                raise DataError(
+                    f"Inputs: expected tensors on {known}, got {leaf.device}. Move them with "
+                    ".to(…)."
+                )
+            if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+                raise DataError("Inputs: expected finite values, got NaN or infinity.")
+        yield batch.to(own, network.dtype)

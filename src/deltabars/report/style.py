@@ -30,7 +30,6 @@ ZERO_CROSSING = "#009E73"
 REGRESSION = "#D55E00"
 REFERENCE = "#000000"
 FAINT = "#A6A6A6"
-SHADE = "#EEEEEE"
 
 _SETTINGS: dict[str, Any] = {
     "font.size": 8,
@@ -45,14 +44,7 @@ _SETTINGS: dict[str, Any] = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
     "lines.linewidth": 1.3,
-    "grid.color": "#D0D0D0",
-    "grid.linewidth": 0.5,
-    "patch.linewidth": 0.6,
     "pdf.fonttype": 42,  # text stays text, which journals ask for
     "svg.hashsalt": "deltabars",  # else names inside the file are random
 }
@@ -87,14 +79,13 @@ def new_figure(
     height: float,
     layout: Literal["constrained", "compressed"] | None = "constrained",
 ) -> Figure:
-    """An empty figure of that size in inches, known to no window and to no global list."""
-    with house_style():
-        from matplotlib.figure import Figure
+    """Return an empty figure of that size in inches, known to no window and to no global list."""
+    from matplotlib.figure import Figure
 
-        return Figure(figsize=(width, height), dpi=DPI, layout=layout)
+    return Figure(figsize=(width, height), dpi=DPI, layout=layout)
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Figure:
     """Write a figure to a .png, .pdf or .svg file: the same bytes for the same picture.
 
     Raises:
@@ -107,35 +98,29 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
             f"path: expected a name that ends in one of {', '.join(_METADATA)}, got {path}."
         )
     options: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
-    # Ticks are made while drawing, so the settings must hold here too.
-    with house_style():
-        # A layout knows the ticks' labels, and so the room they need, from the pass before.
-        figure.draw_without_rendering()
-        try:
-            figure.savefig(path, dpi=DPI, metadata=_METADATA[suffix], **options)
-        except OSError as error:
-            raise StorageError(f"Cannot write {path}: {error.strerror or error}") from error
+    # A layout knows the ticks' labels, and so the room they need, from the pass before.
+    figure.draw_without_rendering()
+    try:
+        figure.savefig(path, dpi=DPI, metadata=_METADATA[suffix], **options)
+    except OSError as error:
+        raise StorageError(f"Cannot write {path}: {error.strerror or error}") from error
+    return figure
 
 
-def legends_below(figure: Figure, panels: Sequence[Axes], drop: float) -> None:
-    """One legend under all panels where it can serve them all, else one under each.
-
-    It can where the entries of one panel include those of all others.
-
-    Args:
-        figure: the panels' figure.
-        panels: axes with labelled lines, bands and dots.
-        drop: how far below a panel its own legend starts, as a share of the panel's height.
-    """
-    entries = [axes.get_legend_handles_labels() for axes in panels]
-    handles, labels = max(entries, key=lambda entry: len(entry[1]))
-    spacing = {"columnspacing": 1.4, "markerscale": 4}
-    if all(set(own) <= set(labels) for _, own in entries):
-        columns = min(len(labels), 5)
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, **spacing)
-        return
+def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Put one legend under all panels, with an entry for each label."""
+    entries: dict[Any, Any] = {}
     for axes in panels:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -drop), borderaxespad=0, **spacing)
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=min(len(entries), 5),
+        columnspacing=1.4,
+        markerscale=4,
+    )
 
 
 _NEEDED = 3  # points within a bandwidth
@@ -145,18 +130,14 @@ _GRID = 101
 
 
 def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
-    """The local-linear regression of y on x with a Gaussian kernel, in float64.
+    """Compute the local-linear regression of y on x with a Gaussian kernel, in float64.
 
     At each grid point t the value is a of the line that minimises
 
         Σₙ wₙ (yₙ − a − b dₙ)²        dₙ = (xₙ − t)/bandwidth,  wₙ = exp(−dₙ²/2)
 
-    which is a = (S₂T₀ − S₁T₁)/(S₀S₂ − S₁²) with Sⱼ = Σ wₙdₙʲ and Tⱼ = Σ wₙdₙʲyₙ. Where fewer than
-    three points lie within a bandwidth of t, or they all have the same x, there is no such line
-    that the data support, and the value is NaN.
-
-    Costs n·g kernel values and R·n·g multiplications, in chunks of n: memory beyond the arguments
-    is some tens of bytes for each of 8,192·g values.
+    which is a = (S₂T₀ − S₁T₁)/(S₀S₂ − S₁²) with Sⱼ = Σ wₙdₙʲ and Tⱼ = Σ wₙdₙʲyₙ. It is NaN where
+    fewer than three points lie within a bandwidth of t, or all have the same x.
 
     Args:
         x: (n,).
@@ -167,13 +148,6 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     Returns:
         (g,), or (R, g).
     """
-    if x.ndim != 1 or grid.ndim != 1 or y.ndim not in (1, 2) or y.shape[-1] != len(x):
-        raise BadValueError(
-            f"smooth: expected x (n,), y (n,) or (R, n) and grid (g,), got shapes "
-            f"{tuple(x.shape)}, {tuple(y.shape)} and {tuple(grid.shape)}."
-        )
-    if not bandwidth > 0:
-        raise BadValueError(f"bandwidth: expected a number above 0, got {bandwidth}.")
     rows = y if y.ndim == 2 else y[None]
     t = grid.double()
     near, s0, s1, s2 = t.new_zeros(4, len(t))
@@ -197,10 +171,7 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
 
 
 def smooth_curve(x: Tensor, y: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-    """101 even grid points from the lowest to the highest x (n,), and y smoothed there.
-
-    Both are empty where there are no points.
-    """
+    """Smooth y at 101 even points from the lowest to the highest x (n,); return points and y."""
     if len(x) == 0:
         return x, y
     grid = torch.linspace(float(x.min()), float(x.max()), _GRID, dtype=torch.float64)

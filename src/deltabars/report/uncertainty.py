@@ -1,4 +1,4 @@
-"""Pictures of error bars against probability, for right and wrong predictions."""
+"""Figures of error bars: against probability, between estimators, over K, of a foreign input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltabars.report.style import (
     REGRESSION,
     TRUE_POSITIVE,
     house_style,
-    legends_below,
+    legend_below,
     new_figure,
     save,
     smooth_curve,
@@ -48,16 +48,11 @@ class Panel:
     right: Tensor  # (n,), whether it is the true one
 
 
+@house_style()
 def save_uncertainty(
     path: str | os.PathLike[str], panels: Sequence[Panel], title: str = ""
-) -> None:
-    """Draw error bars against probability into an image file, as `draw_uncertainty` does."""
-    save(draw_uncertainty(panels, title), path)
-
-
-@house_style()
-def draw_uncertainty(panels: Sequence[Panel], title: str = "") -> Figure:
-    """Std against probability, a panel an estimator on the same axes (the paper's Figure 5).
+) -> Figure:
+    """Draw std against probability, a panel an estimator (the paper's Figure 5).
 
     Grey dots are all n·C pairs of a probability and its std; of more than 100,000 a sample of
     that size is drawn, the same one each time and in each panel. The curves are local-linear
@@ -65,9 +60,8 @@ def draw_uncertainty(panels: Sequence[Panel], title: str = "") -> Figure:
     wrong ones (false positives), between the lowest and the highest probability of each and where
     there are enough predictions nearby.
     """
-    figure = new_figure(PAGE, 2.7 if title else 2.5)
-    if title:
-        figure.suptitle(title)
+    figure = new_figure(PAGE, 2.7)
+    figure.suptitle(title)
     places = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     for axes, panel in zip(places, panels, strict=True):
         _draw_panel(axes, panel)
@@ -75,37 +69,26 @@ def draw_uncertainty(panels: Sequence[Panel], title: str = "") -> Figure:
     places[0].set_xlim(-0.02, 1.02)
     places[0].set_ylim(-0.02 * highest, 1.05 * highest)
     places[0].set_ylabel("std of the probability")
-    legends_below(figure, places, 0.3)
-    return figure
+    legend_below(figure, places)
+    return save(figure, path)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     x, y = panel.probability.flatten(), panel.std.flatten()
-    drawn = slice(None) if len(x) <= _MOST_DOTS else _sample(len(x))
-    dots: dict[str, Any] = {
-        "s": 1.2,
-        "color": FAINT,
-        "linewidths": 0,
-        "alpha": 0.5,
-        "rasterized": True,
-    }
-    axes.scatter(x[drawn].numpy(), y[drawn].numpy(), label=f"all classes ({len(x):,})", **dots)
-    chosen = panel.label[:, None]
-    p, std = panel.probability.gather(1, chosen)[:, 0], panel.std.gather(1, chosen)[:, 0]
+    chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_MOST_DOTS]
+    dots: dict[str, Any] = {"s": 1.2, "color": FAINT, "linewidths": 0, "alpha": 0.5}
+    axes.scatter(x[chosen].numpy(), y[chosen].numpy(), label="all classes", rasterized=True, **dots)
+    top = panel.label[:, None]
+    p, std = panel.probability.gather(1, top)[:, 0], panel.std.gather(1, top)[:, 0]
     for name, color, these in (
         ("true positives", TRUE_POSITIVE, panel.right),
         ("false positives", FALSE_POSITIVE, ~panel.right),
     ):
         grid, curve = smooth_curve(p[these], std[these], _BANDWIDTH)
-        label = f"{name} ({int(these.sum()):,})"
         axes.plot(grid.numpy(), curve.numpy(), color="white", linewidth=3, zorder=2.5)
-        axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=label, zorder=3)
-    axes.set_title(panel.title)
-    axes.set_xlabel("probability")
-
-
-def _sample(count: int) -> Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:_MOST_DOTS]
+        axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=name, zorder=3)
+    right, wrong = int(panel.right.sum()), int((~panel.right).sum())
+    axes.set(title=panel.title, xlabel=f"probability ({right:,} true, {wrong:,} false positives)")
 
 
 _IN_A_ROW = 3
@@ -126,17 +109,11 @@ class Comparison:
     y_label: str
 
 
+@house_style()
 def save_comparisons(
     path: str | os.PathLike[str], panels: Sequence[Comparison], title: str = ""
-) -> None:
-    """Draw comparisons into an image file, as `draw_comparisons` does."""
-    save(draw_comparisons(panels, title), path)
-
-
-@house_style()
-def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
-    """How many pairs lie where, with the regression line and the identity, a panel each; three in a
-    row, but two rows of two.
+) -> Figure:
+    """Draw how many pairs lie where, with the regression line and the identity, a panel each.
 
     Cells are coloured by the logarithm of their counts, on one scale for all panels. Both axes of
     a panel have the same limits.
@@ -146,29 +123,25 @@ def draw_comparisons(panels: Sequence[Comparison], title: str = "") -> Figure:
 
     columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
-    height = 2.35 * rows + (0.55 if title else 0.35)
-    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), height, "compressed")
-    if title:
-        figure.suptitle(title)
+    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), 2.35 * rows + 0.55, "compressed")
+    figure.suptitle(title)
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in places[len(panels) :]:
         unused.remove()
     places = places[: len(panels)]
-    cells = [
-        _draw_panel_comparison(axes, panel) for axes, panel in zip(places, panels, strict=True)
-    ]
+    cells = [_draw_comparison(axes, panel) for axes, panel in zip(places, panels, strict=True)]
     # The palest blues could not be told from the paper.
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.25, 1, 256)))
     most = max(float(np.asarray(cell.get_array()).max()) for cell in cells)
     for cell in cells:
         cell.set_norm(LogNorm(1, max(most, 2)))
         cell.set_cmap(shades)
-    legends_below(figure, places[(rows - 1) * columns :], 0.28)
+    legend_below(figure, places)
     figure.colorbar(cells[-1], ax=places, shrink=0.9 / rows, pad=0.02, label="pairs in a cell")
-    return figure
+    return save(figure, path)
 
 
-def _draw_panel_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
+def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
     from matplotlib.ticker import MaxNLocator
 
     x, y = panel.x.double().numpy(), panel.y.double().numpy()
@@ -176,39 +149,26 @@ def _draw_panel_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
     high = max(x.max(), y.max(), low + 1e-12)
     ends = low, high + 0.02 * (high - low)
     cells = axes.hexbin(
-        x,
-        y,
-        gridsize=_CELLS,
-        extent=(*ends, *ends),
-        mincnt=1,
-        linewidths=0,
-        rasterized=True,
+        x, y, gridsize=_CELLS, extent=(*ends, *ends), mincnt=1, linewidths=0, rasterized=True
     )
     axes.axline((0, 0), slope=1, color=REFERENCE, linestyle=":", linewidth=0.9, label="identity")
     if not math.isnan(panel.slope):
-        _draw_line(axes, panel)
-    axes.set_xlim(*ends)
-    axes.set_ylim(*ends)
-    axes.set_aspect("equal")
+        line: dict[str, Any] = {"color": REGRESSION, "linewidth": 1.2, "label": "regression"}
+        axes.axline((0, panel.intercept), slope=panel.slope, **line)
+        intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
+        numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
+        # The corner that the points stay away from.
+        across, up, align = (0.97, 0.04, "right") if panel.slope > 0.5 else (0.05, 0.76, "left")
+        at: dict[str, Any] = {"transform": axes.transAxes, "ha": align, "fontsize": 7}
+        axes.text(across, up, numbers.replace("-", "−"), **at)
+    axes.set(xlim=ends, ylim=ends, aspect="equal", title=panel.title)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_title(panel.title)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
     return cells
 
 
-def _draw_line(axes: Axes, panel: Comparison) -> None:
-    at_zero = (0, panel.intercept)
-    axes.axline(at_zero, slope=panel.slope, color=REGRESSION, linewidth=1.2, label="regression")
-    intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
-    numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
-    numbers = numbers.replace("-", "−")
-    # The corner that the points stay away from.
-    across, up, align = (0.97, 0.04, "right") if panel.slope > 0.5 else (0.05, 0.76, "left")
-    axes.text(across, up, numbers, transform=axes.transAxes, ha=align, fontsize=7)
-
-
+@house_style()
 def save_surfaces(
     path: str | os.PathLike[str],
     ranks: Tensor,
@@ -216,63 +176,31 @@ def save_surfaces(
     std: Tensor,
     error: Tensor,
     title: str,
-) -> None:
-    """Draw two surfaces into an image file, as `draw_surfaces` does."""
-    save(draw_surfaces(ranks, grid, std, error, title), path)
-
-
-@house_style()
-def draw_surfaces(ranks: Tensor, grid: Tensor, std: Tensor, error: Tensor, title: str) -> Figure:
-    """Smoothed std (left) and its error (right) over K and probability (the paper's Figure 6).
+) -> Figure:
+    """Draw smoothed std and its error over K and probability, as colours (the paper's Figure 6).
 
     Nothing is drawn where a value is NaN.
 
     Args:
+        path: the file.
         ranks: (R,), ascending.
         grid: (g,), probabilities.
         std: (R, g).
         error: (R, g), the bound on std's own error.
         title: over both.
     """
-    # A layout of its own: matplotlib's leave much room around 3-D axes, and cut their labels.
-    figure = new_figure(PAGE, 3.0, layout=None)
-    figure.suptitle(title, y=0.98)
-    for left, height, name in ((0.0, std, "std"), (0.5, error, "error of the std")):
-        axes = figure.add_axes((left, 0.07, 0.5, 0.83), projection="3d")
-        _draw_surface(axes, ranks, grid, height, name)
-    return figure
-
-
-# matplotlib does not say what a 3-D projection's axes are.
-def _draw_surface(axes: Any, ranks: Tensor, grid: Tensor, height: Tensor, name: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    x, y = np.meshgrid(ranks.numpy(), grid.numpy(), indexing="ij")
-    z = height.double().numpy()
-    top = float(np.nanmax(z, initial=0.0)) or 1.0
-    axes.plot_surface(
-        x,
-        y,
-        z,
-        rstride=1,
-        cstride=1,
-        cmap="viridis",
-        vmin=0,
-        vmax=top,
-        linewidth=0.2,
-        edgecolor=(1, 1, 1, 0.4),
-        rasterized=True,
-    )
-    axes.set_zlim(0, top)
-    axes.set_title(name, y=1.01)
-    axes.set_xlabel("eigenpairs K", labelpad=-4)
-    axes.set_ylabel("probability", labelpad=-4)
-    axes.tick_params(pad=-2)
-    axes.tick_params(axis="z", pad=2)
-    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
-        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.view_init(elev=24, azim=-52)
-    axes.set_box_aspect((1.15, 1.15, 0.8), zoom=1.13)
+    figure = new_figure(PAGE, 2.9)
+    figure.suptitle(title)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, height, name in zip(panels, (std, error), ("std", "error of the std"), strict=True):
+        top = float(height.nan_to_num().max()) or 1.0
+        mesh = axes.pcolormesh(
+            ranks.numpy(), grid.numpy(), height.T.numpy(), vmin=0, vmax=top, rasterized=True
+        )
+        figure.colorbar(mesh, ax=axes)
+        axes.set(title=name, xlabel="eigenpairs K")
+    panels[0].set_ylabel("probability")
+    return save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -288,42 +216,28 @@ class Foreign:
     references: Tensor  # (n, R), full-rank scores of training inputs
 
 
-def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> None:
-    """Draw a foreign input and its scores into an image file, as `draw_foreign` does."""
-    save(draw_foreign(foreign, title), path)
-
-
 @house_style()
-def draw_foreign(foreign: Foreign, title: str) -> Figure:
-    """Scores against K with full and with low rank, and the image (the paper's Figure 7)."""
+def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> Figure:
+    """Draw scores against K with full and with low rank, and the image (the paper's Figure 7)."""
     figure = new_figure(PAGE, 2.9)
     figure.suptitle(title)
-    curves, picture = figure.subplots(1, 2, width_ratios=(3, 1))
-    _draw_curves(curves, foreign)
-    legends_below(figure, [curves], 0.2)
-    image = foreign.image.numpy()
-    colours = image.transpose(1, 2, 0) if image.ndim == 3 else image
-    picture.imshow(colours, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-    picture.set_xticks([])
-    picture.set_yticks([])
-    picture.spines[:].set_visible(True)
-    picture.set_title("the foreign image")
-    return figure
-
-
-def _draw_curves(axes: Axes, foreign: Foreign) -> None:
+    axes, picture = figure.subplots(1, 2, width_ratios=(3, 1))
     ranks = foreign.ranks.numpy()
     low, high = foreign.full_low.numpy(), foreign.full_high.numpy()
     axes.plot(ranks, foreign.full.numpy(), color=FULL_RANK, zorder=4, label="full rank")
     band: dict[str, Any] = {"color": FULL_RANK, "alpha": 0.2, "linewidth": 0}
     axes.fill_between(ranks, low, high, label="its error interval", **band)
     axes.plot(ranks, foreign.low_rank.numpy(), color=LOW_RANK, zorder=4, label="low rank")
-    count = len(foreign.references)
-    number = "ten" if count == 10 else f"{count}"
-    for place, scores in enumerate(foreign.references):
-        label = f"{number} highest training scores, full rank" if place == 0 else None
-        axes.plot(ranks, scores.numpy(), color=REFERENCE, linewidth=0.6, alpha=0.6, label=label)
-    axes.set_xlim(ranks.min(), ranks.max())
+    label = f"{len(foreign.references)} highest training scores, full rank"
+    thin: dict[str, Any] = {"color": REFERENCE, "linewidth": 0.6, "alpha": 0.6}
+    lines = axes.plot(ranks, foreign.references.numpy().T, **thin)
+    lines[0].set_label(label)
+    axes.set(xlim=(ranks.min(), ranks.max()), xlabel="eigenpairs K", ylabel="score")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("eigenpairs K")
-    axes.set_ylabel("score")
+    legend_below(figure, [axes])
+    image = foreign.image.numpy()
+    colours = image.transpose(1, 2, 0) if image.ndim == 3 else image
+    picture.imshow(colours, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    picture.set(xticks=[], yticks=[], title="the foreign image")
+    picture.spines[:].set_visible(True)
+    return save(figure, path)

@@ -45,6 +45,17 @@ function mark(right) {
   return element("span", { class: right ? "mark yes" : "mark no" }, right ? "✓ right" : "✗ wrong");
 }
 
+// A table of texts, of which the first ones of a row are names; with `same`, the diagonal is marked.
+function tableOf({ caption, head, rows: lines, texts = 1, same = false }) {
+  const kind = (place) => (place < texts ? null : "number");
+  return element("div", { class: "scroll" }, element("table", {}, element("caption", {}, caption),
+    element("thead", {}, element("tr", {}, ...head.map((title, place) =>
+      element("th", { scope: "col", class: kind(place) }, title)))),
+    element("tbody", {}, ...lines.map((line, i) => element("tr", {}, ...line.map((text, place) => place
+      ? element("td", { class: same && place === i + 1 ? "number same" : kind(place) }, text)
+      : element("th", { scope: "row" }, text)))))));
+}
+
 const theme = {
   chosen: false,
   set(name) {

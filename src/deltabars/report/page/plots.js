@@ -158,6 +158,7 @@ function calibration() {
 }
 
 function startPlots() {
+  for (const [name, plot] of Object.entries(data.plots)) byId(`${name}-summary`).textContent = plot.summary;
   draw("spectrum-plot", spectrum);
   draw("uncertainty-plot", uncertainty).then((plot) => plot.on("plotly_click", (event) => {
     const row = event.points[0].customdata;
@@ -165,19 +166,15 @@ function startPlots() {
   }));
   // The table first: a plot takes the width that it leaves.
   if (data.plots.risk) byId("areas").append(areas(data.plots.risk.curves));
-  draw("ranking-plot", data.plots.risk ? risk : scores);
-  if (data.plots.risk) draw("histogram-plot", scores);
+  if (data.plots.risk) draw("risk-plot", risk);
+  draw("scores-plot", scores);
   if (data.plots.calibration) draw("calibration-plot", calibration);
 }
 
 function areas(curves) {
-  const head = ["Ordered by", "Area", "At 80 %", "At 90 %"];
-  return element("table", {}, element("caption", {}, "Area under each curve, and the share wrong at 80 and 90 % coverage"),
-    element("thead", {}, element("tr", {}, ...head.map((title, place) =>
-      element("th", { scope: "col", class: place ? "number" : null }, title)))),
-    element("tbody", {}, ...curves.map((curve) => element("tr", {},
-      element("th", { scope: "row" }, curve.name),
-      element("td", { class: "number" }, number(curve.area)),
-      element("td", { class: "number" }, percent(curve.at[0])),
-      element("td", { class: "number" }, percent(curve.at[1]))))));
+  return tableOf({
+    caption: "Area under each curve, and the share wrong at 80 and 90 % coverage",
+    head: ["Ordered by", "Area", "At 80 %", "At 90 %"],
+    rows: curves.map(({ name, area, at }) => [name, number(area), percent(at[0]), percent(at[1])]),
+  });
 }

@@ -67,6 +67,8 @@ def test_averages_are_those_of_the_linear_network(estimator, likelihood):
         torch.testing.assert_close(out.moderated[i], mean, rtol=0, atol=0.008)
         torch.testing.assert_close(out.entropy[i], total, rtol=0, atol=0.016)
         torch.testing.assert_close(out.mutual_information[i], information, rtol=0, atol=0.016)
+    assert bool((out.mutual_information > 0).all())
+    assert bool((out.mutual_information <= out.entropy).all())
 
 
 def integral(center, deviation):
@@ -87,56 +89,36 @@ def test_two_classes_are_an_integral_of_one_dimension(center, scale):
     mean, left = integral(center, deviation)
     total = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
     outputs = torch.tensor([[center, 0.0]], dtype=torch.float64)
-    found = sampling(CATEGORICAL, 2, 1 << 14)(outputs, covariance)
-    single = sampling(BERNOULLI, 1, 1 << 14)(
-        outputs[:, :1], torch.tensor([[[deviation**2]]], dtype=torch.float64)
-    )
-    for each in (found, single):
-        assert float(each.mean[0, 0]) == pytest.approx(mean, abs=1e-4)  # 16,384 points
-        assert float(each.entropy[0]) == pytest.approx(total, abs=3e-4)
-        assert float(each.mutual_information[0]) == pytest.approx(total - left, abs=3e-4)
-    probit = Moderation(BERNOULLI, None)(
-        outputs[:, :1], torch.tensor([[[deviation**2]]], dtype=torch.float64)
-    )
-    assert float(probit.mean[0, 0]) == pytest.approx(mean, abs=0.02)  # what the formula is off by
-    assert probit.mutual_information is None
+    single = outputs[:, :1], torch.tensor([[[deviation**2]]], dtype=torch.float64)
+    for found in (
+        sampling(CATEGORICAL, 2, 1 << 14)(outputs, covariance),
+        sampling(BERNOULLI, 1, 1 << 14)(*single),
+    ):
+        assert float(found.mean[0, 0]) == pytest.approx(mean, abs=1e-4)  # 16,384 points
+        assert float(found.entropy[0]) == pytest.approx(total, abs=3e-4)
+        assert float(found.mutual_information[0]) == pytest.approx(total - left, abs=3e-4)
 
 
-@pytest.mark.parametrize("likelihood", [CATEGORICAL, BERNOULLI])
-@pytest.mark.parametrize("method", ["sampling", "probit"])
-def test_without_scatter_the_average_is_the_mean(likelihood, method):
-    outputs, _ = scattered(6, 4)
-    how = sampling(likelihood, 4) if method == "sampling" else Moderation(likelihood, None)
-    found = how(outputs, torch.zeros(6, 4, 4, dtype=torch.float64))
-    torch.testing.assert_close(found.mean, likelihood.mean(outputs), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.entropy, likelihood.entropy(found.mean))
-    if method == "sampling":
-        assert float(found.mutual_information.max()) < 1e-14
+def test_laws_of_averages():
+    """Without scatter the mean stays; what all logits share, and their order, do not matter."""
+    outputs, covariance = scattered(6, 5)
+    for likelihood in (CATEGORICAL, BERNOULLI):
+        found = sampling(likelihood, 5)(outputs, torch.zeros_like(covariance))
+        torch.testing.assert_close(found.mean, likelihood.mean(outputs), rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.entropy, likelihood.entropy(found.mean))
         assert float(found.mutual_information.min()) >= 0
-
-
-@pytest.mark.parametrize("method", ["sampling", "probit"])
-def test_what_all_logits_share_does_not_matter(method):
-    outputs, covariance = scattered(6, 5)
-    how = sampling(CATEGORICAL, 5) if method == "sampling" else Moderation(CATEGORICAL, None)
-    expected = how(outputs, covariance)
-    moved = how(outputs + 30.0, covariance + 25.0)  # a shift, and its own scatter
-    # The root of what the shift's scatter leaves of rounding: √(25·1e-16) or so.
-    torch.testing.assert_close(moved.mean, expected.mean, rtol=0, atol=1e-7)
-    torch.testing.assert_close(moved.entropy, expected.entropy, rtol=0, atol=1e-7)
-
-
-def test_no_class_is_special():
-    """Classes in another order, and the points with them, give the same in that order."""
-    outputs, covariance = scattered(6, 5)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    points = normal_points(256, 5, 0)
+        assert float(found.mutual_information.max()) < 1e-14
+    points = normal_points(512, 5, 0)
     expected = Moderation(CATEGORICAL, points)(outputs, covariance)
+    moved = Moderation(CATEGORICAL, points)(outputs + 30.0, covariance + 25.0)
+    order = torch.tensor([3, 0, 4, 1, 2])
     found = Moderation(CATEGORICAL, points[:, order])(
         outputs[:, order], covariance[:, order][:, :, order]
     )
+    # The root of what the shift's scatter leaves of rounding: √(25·1e-16) or so.
+    torch.testing.assert_close(moved.mean, expected.mean, rtol=0, atol=1e-7)
+    torch.testing.assert_close(moved.entropy, expected.entropy, rtol=0, atol=1e-7)
     torch.testing.assert_close(found.mean, expected.mean[:, order], rtol=0, atol=1e-8)
-    torch.testing.assert_close(found.mutual_information, expected.mutual_information)
 
 
 @pytest.mark.parametrize("estimator", ["opg", "sandwich"])
@@ -173,22 +155,11 @@ def test_a_seed_gives_the_same_bits_and_leaves_other_numbers_alone(dense_case):
     torch.testing.assert_close(first.moderated, other.moderated, rtol=0, atol=0.005)
 
 
-def test_information_is_a_part_of_the_entropy(dense_case):
-    out = fitted(dense_case, "sandwich").predict(dense_case.unseen * 3)
-    assert bool((out.mutual_information > 0).all())
-    assert bool((out.mutual_information <= out.entropy).all())
-    assert bool((out.entropy <= math.log(3)).all())
-    torch.testing.assert_close(out.moderated.sum(1), torch.ones(7, dtype=torch.float64))
-
-
-def test_points_are_standard_normal():
+def test_points_are_standard_normal_and_covariances_may_be_singular_or_broken():
     points = normal_points(4096, 3, seed=4)
     torch.testing.assert_close(points.mean(0), torch.zeros(3).double(), rtol=0, atol=1e-3)
     torch.testing.assert_close(points.T.cov(), torch.eye(3).double(), rtol=0, atol=5e-3)
     assert bool(normal_points(3, 200, seed=0).isfinite().all())
-
-
-def test_singular_and_broken_covariances():
     outputs, _ = scattered(3, 4)
     factors = randn(3, 4, 1)
     covariance = factors @ factors.mT  # of rank 1
@@ -219,16 +190,15 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
     out = fitted(dense_case).predict(dense_case.unseen, moderation=None)
     assert all(getattr(out, name) is None for name in FIELDS)
     assert "moderated_0" not in out.to_pandas()
-    probit = fitted(dense_case).predict(dense_case.unseen, moderation="probit")
-    assert probit.mutual_information is None
-    assert probit.numpy().keys() >= {"moderated", "entropy"}
     assert choose_moderation("auto", 512, 0, 101, CATEGORICAL, subset=False) is None
     assert choose_moderation("sampling", 512, 0, 101, CATEGORICAL, subset=False) is not None
     regression = cached_case("dense", likelihood="gaussian")
     fit = fitted(regression, likelihood="gaussian")
     assert fit.predict(regression.unseen).moderated is None
-    with pytest.raises(BadValueError, match="averaging leaves as it is"):
+    with pytest.raises(BadValueError, match="no Gaussian likelihood"):
         fit.predict(regression.unseen, moderation="sampling")
+    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation=None"):
+        choose_moderation("sampling", 512, 0, 30_000, CATEGORICAL, subset=False)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +209,9 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
         ({"samples": 0}, "samples: expected a whole number from 1"),
         ({"samples": 2.5}, "samples: expected a whole number from 1"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
-        ({"moderation": "probit", "classes": [0]}, "needs all classes"),
+        ({"moderation": "sampling", "classes": [0]}, "needs probabilities of all classes"),
     ],
 )
 def test_refusals(dense_case, options, message):
     with pytest.raises(BadValueError, match=message):
         fitted(dense_case).predict(dense_case.unseen, **options)
-
-
-def test_more_outputs_than_points_have_dimensions():
-    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation='probit'"):
-        choose_moderation("sampling", 512, 0, 30_000, CATEGORICAL, subset=False)

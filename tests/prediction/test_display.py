@@ -1,10 +1,8 @@
-"""Notebooks: a real kernel runs one, and what it shows is looked at; tables and pictures."""
+"""Fits and predictions as they show themselves: in a real notebook, as tables and as plots."""
 
 from __future__ import annotations
 
-import copy
 import html.parser
-import pickle
 from functools import lru_cache
 
 import nbformat
@@ -43,11 +41,11 @@ def kinds(outputs) -> set[str]:
     return {kind for output in outputs for kind in output.get("data", {})}
 
 
-@lru_cache
-def shown():
-    """What a kernel shows of a fit, of its tables and its picture; the last one without widgets."""
+# jupyter_client's own, about event loops and paths.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_a_notebook_shows_bars_tables_and_pictures():
     blocked = "import sys\nsys.modules['ipywidgets'] = None\n"
-    return run(
+    setup, fitted, table, prediction, picture, plain, quiet = run(
         SETUP,
         FIT,
         "fit",
@@ -56,29 +54,17 @@ def shown():
         blocked + FIT,
         FIT.replace("solver", "progress=False, solver"),
     )
-
-
-# jupyter_client's own, about event loops and paths.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_notebook_shows_bars_tables_and_pictures():
-    setup, fitted, table, prediction, picture, *_ = shown()
-    assert setup == []
+    assert setup == quiet == []
     assert "application/vnd.jupyter.widget-view+json" in kinds(fitted)
     assert "Eigenpairs of the hessian" in str(fitted)
     assert not [output for output in fitted if output.output_type == "stream"]
     assert "DeltaFit: hessian" in table[-1].data["text/html"]
     assert prediction[-1].data["text/html"].count("<svg") == 10
     assert "image/png" in kinds(picture)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_notebook_without_widgets_shows_text_and_nothing_when_off():
-    *_, fitted, quiet = shown()
-    text = "".join(output.text for output in fitted)
-    assert {output.name for output in fitted} == {"stderr"}
+    text = "".join(output.text for output in plain)
+    assert {output.name for output in plain} == {"stderr"}
     assert "Eigenpairs of the hessian" in text
     assert "Warning" not in text
-    assert quiet == []
 
 
 @lru_cache
@@ -88,20 +74,20 @@ def fitted(likelihood="categorical", estimator="sandwich"):
     return case, deltabars.fit(case.model, case.data, l2=case.l2, rank=9, **options)
 
 
-class Cells(html.parser.HTMLParser):
-    """The texts of a table's cells, and whether every tag is closed."""
+class Page(html.parser.HTMLParser):
+    """The cells of a table and the attributes of its tags; every tag is closed."""
 
     def __init__(self, text):
         super().__init__()
         self.open, self.cells, self.tags = [], [], []
         self.feed(text)
         assert self.open == []
+        assert "background" not in text
 
     def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
+        self.handle_startendtag(tag, attributes)
         self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
+        self.cells += [""] if tag in ("td", "th") else []
 
     def handle_startendtag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
@@ -115,50 +101,38 @@ class Cells(html.parser.HTMLParser):
 
 
 def test_the_table_of_a_fit():
-    _, fit = fitted()
-    cells = Cells(fit._repr_html_()).cells
+    case, fit = fitted()
+    cells = Page(fit._repr_html_()).cells
     assert cells[:8] == ["N", "P", "K", "λ", "29", "43", "9", "0.05"]
     for name, pairs in fit.spectra.items():
         at = cells.index(name)
         first, last = float(pairs.values[0]), float(pairs.values[-1])
         assert cells[at + 1 : at + 4] == [f"{first:.4g}", f"{last:.4g}", f"{last / 0.05:.4g}"]
-    assert "background" not in fit._repr_html_()
     assert "effective parameters" in fit._repr_html_()
-
-
-def test_text_in_a_table_is_escaped():
-    case = make_case("dense")
     odd = {"*": 0.05, "[0-9<b>&]*": 0.05}
     fit = deltabars.fit(case.model, case.data, l2=odd, rank=3, progress=False)
     assert "<b>" not in fit._repr_html_()
-    assert "0.05 (*), 0.05 ([0-9<b>&]*)" in Cells(fit._repr_html_()).cells
+    assert "0.05 (*), 0.05 ([0-9<b>&]*)" in Page(fit._repr_html_()).cells
 
 
-def test_the_table_of_a_prediction_has_bars_in_proportion():
-    case, fit = fitted()
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_the_table_of_a_prediction_has_error_bars_in_proportion(likelihood):
+    case, fit = fitted(likelihood, "ggn")
     out = fit.predict(case.unseen)
-    page = Cells(out._repr_html_())
-    bars = [a for tag, a in page.tags if tag == "rect" and a.get("opacity") is None]
-    assert len(bars) == len(out)
-    whole = float(next(a for tag, a in page.tags if tag == "rect" and a.get("opacity"))["width"])
-    shares = [float(bar["width"]) / whole for bar in bars]
-    assert shares == pytest.approx(out.mean.amax(1).tolist(), abs=0.06 / whole)
+    assert repr(out).startswith("Prediction of 7 inputs, 3 outputs")
+    assert "… and 2 more" in repr(out)
+    page = Page(out._repr_html_())
+    top = out.mean.argmax(1, keepdim=True)
+    mean, std = out.mean.gather(1, top)[:, 0], out.std.gather(1, top)[:, 0]
+    assert f"{float(mean[0]):.4f} ± {float(std[0]):.4f}" in repr(out)
     said = [a["aria-label"] for tag, a in page.tags if tag == "svg"]
-    std = out.std.gather(1, out.label[:, None])[:, 0]
-    assert said == [f"{m:.4f} ± {s:.4f}" for m, s in zip(out.mean.amax(1), std, strict=True)]
+    assert said == [f"{m:.4f} ± {s:.4f}" for m, s in zip(mean, std, strict=True)]
+    dots = torch.tensor([float(a["cx"]) for tag, a in page.tags if tag == "circle"])
+    low, high = (0, 1) if likelihood == "categorical" else ((mean - std).min(), (mean + std).max())
+    expected = 4 + 112 * (mean - low) / (high - low)
+    torch.testing.assert_close(dots.double(), expected, rtol=0, atol=0.051)
     assert page.cells[:2] == ["input", "output"]
-    assert "background" not in out._repr_html_()
-
-
-def test_real_numbers_have_dots_on_one_scale():
-    case, fit = fitted("gaussian", "ggn")
-    out = fit.predict(case.unseen)
-    page = Cells(out._repr_html_())
-    places = [float(a["cx"]) for tag, a in page.tags if tag == "circle"]
-    mean = out.mean.amax(1)
-    assert torch.equal(torch.tensor(places).argsort(), mean.argsort())
-    assert 0 <= min(places) <= max(places) <= 120
-    assert fit.predict(case.unseen[:1])[0]._repr_html_().count("<circle") == 1
+    assert out[:1]._repr_html_().count("<circle") == 1
 
 
 @pytest.fixture(autouse=True)
@@ -174,32 +148,26 @@ def axes():
     return pyplot.subplots()[1]
 
 
-def test_the_picture_of_a_spectrum(axes):
+def test_the_plot_of_a_spectrum(axes):
     _, fit = fitted()
     assert fit.plot_spectrum(axes) is axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     for name, pairs in fit.spectra.items():
-        torch.testing.assert_close(
-            torch.tensor(lines[name].get_ydata()), pairs.values.abs(), check_dtype=False
-        )
+        assert lines[name].get_ydata() == pytest.approx(pairs.values.abs().numpy())
         assert list(lines[name].get_xdata()) == list(range(1, 10))
     assert lines["λ = 0.05"].get_ydata()[0] == 0.05
     shaded = [band.get_label() for band in axes.collections]
     assert shaded == [f"{name}: 34 not computed" for name in fit.spectra]
     assert axes.get_yscale() == "log"
-
-
-def test_a_whole_spectrum_leaves_nothing_shaded(axes):
     case = make_case("linear")
     fit = deltabars.fit(case.model, case.data, l2=case.l2, rank=15, progress=False)
-    fit.plot_spectrum(axes)
-    assert len(axes.collections) == 0
+    assert len(fit.plot_spectrum().collections) == 0  # the whole spectrum
 
 
-def test_the_picture_of_a_few_inputs(axes):
+def test_the_plot_of_a_few_inputs(axes):
     case, fit = fitted()
     out = fit.predict(case.unseen)[:3]
-    assert out.plot(axes, targets=out.label, names=["a", "b", "c"]) is axes
+    assert out.plot(axes, targets=out.label) is axes
     assert len(axes.containers) == 3
     for i, bars in enumerate(axes.containers):
         points, _, (spans,) = bars
@@ -207,14 +175,12 @@ def test_the_picture_of_a_few_inputs(axes):
         ends = torch.tensor([[s[0][1], s[1][1]] for s in spans.get_segments()])
         torch.testing.assert_close(ends[:, 0], out.mean[i] - out.std[i])
         torch.testing.assert_close(ends[:, 1], out.mean[i] + out.std[i])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "c"]
     assert axes.get_legend().get_texts()[0].get_text() == "input 0, right"
 
 
-def test_the_picture_of_many_inputs(axes):
+def test_the_plot_of_many_inputs(axes):
     case, fit = fitted()
-    out = fit.predict(case.inputs)
-    targets = case.targets
+    out, targets = fit.predict(case.inputs), case.targets
     out.plot(axes, targets=targets)
     every, right, wrong = axes.collections
     assert len(every.get_offsets()) == out.mean.numel()
@@ -226,36 +192,18 @@ def test_the_picture_of_many_inputs(axes):
     assert axes.get_xlabel() == "probability"
 
 
-def test_pictures_of_logits_chosen_classes_and_real_numbers(axes):
+def test_plots_of_logits_chosen_classes_and_real_numbers():
     case, fit = fitted()
-    fit.predict(case.inputs, space="logit").plot(axes)
-    assert axes.get_xlabel() == "mean"
+    assert fit.predict(case.inputs, space="logit").plot().get_xlabel() == "mean"
     for inputs in (case.inputs, case.inputs[:2]):
-        top = fit.predict(inputs, classes="top2").plot()
-        assert top.get_legend() is not None
+        assert fit.predict(inputs, classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
-    few = real.predict(other.unseen[:2]).plot()
-    assert few.get_ylabel() == "mean ± std"
+    assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
     assert real.predict(other.unseen).plot().get_xlabel() == "mean"
-
-
-def test_pictures_refuse():
-    case, fit = fitted()
+    pyplot.close("all")
     out = fit.predict(case.unseen)
     with pytest.raises(BadValueError, match="one input or more"):
         out[:0].plot()
-    with pytest.raises(BadValueError, match="names: expected one for each of all 3 outputs"):
-        out.plot(names=["a"])
     with pytest.raises(BadValueError, match="targets: expected the true class of each of 7"):
         out.plot(targets=torch.zeros(3))
     assert pyplot.get_fignums() == []
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda fit: pickle.loads(pickle.dumps(fit))])
-def test_a_copy_of_a_fit_predicts_the_same(make):
-    case, fit = fitted()
-    before = fit.predict(case.unseen)
-    again = make(fit)
-    assert torch.equal(again.predict(case.unseen).std, before.std)
-    with pytest.raises(TypeError):
-        again.spectra["opg"] = None

@@ -1,0 +1,205 @@
+"""The page itself: the parts that are text, and the data that its program draws."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from deltabars.eigen.pairs import is_whole
+from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.fitting.fitted import DeltaFit
+from deltabars.prediction.prediction import Prediction
+from deltabars.report.page.contents import columns, facts, notices, ratio, rows_of
+from deltabars.report.page.inputs import Source, choose_ranks, settle, texts_of
+from deltabars.report.page.plots import (
+    calibration_plot,
+    class_tables,
+    risk_plot,
+    score_histogram,
+    spectrum_plot,
+    uncertainty_plot,
+)
+from deltabars.report.page.subject import Shelf, Subject, check_subject, choose_rows, choose_shelves
+from deltabars.runtime import VERSION
+from deltabars.storage.writing import check_can_write, write_text
+
+TITLE = "Which predictions to trust"
+
+_PROGRAM = ("page.js", "plots.js", "table.js", "gallery.js", "detail.js", "start.js")
+
+
+def save_report(
+    path: str | os.PathLike[str],
+    fit: DeltaFit,
+    inputs: Any,
+    *,
+    targets: Any = None,
+    prediction: Prediction | None = None,
+    asked: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    pictures: Callable[[int], Any] | None = None,
+    title: str = TITLE,
+    data: str | None = None,
+    texts: Sequence[str] | None = None,
+    rows: int = 1000,
+    ranks: Sequence[int] | None = None,
+    progress: bool = True,
+) -> None:
+    """Write a page about a fit and its predictions: one HTML file that needs no network.
+
+    The fit at a glance, its spectrum, error bars against probability, risk against coverage, the
+    most and least certain inputs of each class, and a table whose inputs open to their class
+    probabilities with error bars and to how their score settles as K grows. All statistics are over
+    all B inputs.
+
+    Args:
+        path: the file, whose name ends in `.html`; written whole or not at all.
+        fit: the fit.
+        inputs: B inputs as `fit.predict` takes them: a tensor, a tuple or mapping of tensors, or a
+            map-style Dataset of inputs or of (input, target) pairs.
+        targets: class numbers (B,) (Bernoulli and Gaussian: (B, C)); those that come with the
+            inputs by default, if any do.
+        prediction: that of these inputs, where it is at hand; else it is computed.
+        asked: the arguments of `fit.predict` that the prediction was, or is to be, made with:
+            `{"rank": 5, "estimator": "opg", "full_rank": False, "classes": "top5"}`, or some of it.
+        classes: the names of the C classes; their numbers by default.
+        names: the names of the B inputs, such as their files'.
+        pictures: a function from the index of an input to its picture, bytes (H, W) or (H, W, 3).
+            By default they are made from inputs (B, 1|3, H, W) or (B, H, W).
+        title: the heading.
+        data: the name of the data, which stands below the heading with the model and the day.
+        texts: the inputs as texts, (B,). By default those of a Dataset whose items are mappings
+            with one (`"text"`, `"sentence"`, …), as Hugging Face has them.
+        rows: how many inputs are in the page at most: the gallery's, those with the highest scores,
+            and a sample of the others.
+        ranks: the K's at which scores are shown as they settle; by default about ten, an empty
+            list for none.
+        progress: show a bar.
+
+    Raises:
+        MissingDependencyError: plotly is not installed.
+        BadValueError: arguments do not fit one another.
+        StorageError: the file cannot be written.
+
+    Cost: a prediction of all inputs, and one of those in the page for each rank.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise BadValueError(f"path: expected a name that ends in .html, got {target.name!r}.")
+    check_can_write(target, "path")
+    if not is_whole(rows) or rows < 1:
+        raise BadValueError(f"rows: expected a whole number from 1 on, got {rows!r}.")
+    asked = dict(asked or {})
+    if odd := sorted(asked.keys() - {"estimator", "rank", "full_rank", "classes"}):
+        raise BadValueError(
+            f"asked: expected estimator, rank, full_rank or classes of fit.predict, got {odd}."
+        )
+    used = fit.check_request(estimator=asked.get("estimator"), rank=asked.get("rank"))[1]
+    steps = choose_ranks(ranks, used)
+    library, version = plotly_program()
+    source = Source.of(inputs, fit)
+    if prediction is None:
+        prediction = fit.predict(inputs, progress=progress, **asked)
+    if targets is None:
+        targets = source.targets()
+    subject = check_subject(fit, prediction, asked, targets, classes, names, len(source))
+    shelves = choose_shelves(subject, rows)
+    chosen = choose_rows(subject, rows, shelves)
+    settling, images = settle(source, subject.prediction, asked, chosen, steps, pictures, progress)
+    table = rows_of(subject, chosen, settling, images, texts_of(inputs, texts, chosen, len(source)))
+    about = [
+        f"{len(subject):,} input{'' if len(subject) == 1 else 's'}",
+        *([data] if data else []),
+        f"{type(fit.network.model).__name__}, {asked.get('estimator', fit.estimator)}",
+        *([f"K = {asked['rank']}"] if "rank" in asked else []),
+        *(["the K pairs alone"] if asked.get("full_rank") is False else []),
+        f"{date.today():%d %B %Y}",
+    ]
+    write_text(target, _assemble(subject, table, shelves, str(title), about, library, version))
+
+
+def plotly_program() -> tuple[str, str]:
+    """Return the program of plotly, and its version.
+
+    Raises:
+        MissingDependencyError: plotly or Pillow is not installed.
+    """
+    try:
+        import PIL  # noqa: F401 (of the pictures)
+        import plotly
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingDependencyError(
+            "The report needs plotly and Pillow: pip install 'deltabars[report]'."
+        ) from error
+    return get_plotlyjs(), plotly.__version__
+
+
+def _assemble(
+    subject: Subject,
+    rows: dict[str, Any],
+    shelves: Sequence[Shelf],
+    title: str,
+    about: Sequence[str],
+    library: str,
+    version: str,
+) -> str:
+    """Return the HTML. All text that comes from users is escaped, in the HTML and in the data.
+
+    Args:
+        rows: the columns of its inputs (`rows_of`).
+        shelves: the gallery.
+        about: what the heading says below the title: the data, the model, the day.
+        library, version: the program of plotly.
+    """
+    plots = {
+        "spectrum": spectrum_plot(subject),
+        "uncertainty": uncertainty_plot(subject, rows["index"]),
+        "scores": score_histogram(subject),
+        "risk": risk_plot(subject),
+        "calibration": calibration_plot(subject),
+    }
+    label = subject.prediction.label
+    data = {
+        "kind": subject.kind,
+        "facts": facts(subject),
+        "notices": notices(subject),
+        "ratio": ratio(subject),
+        "classes": list(subject.classes),
+        "total": len(subject),
+        "columns": columns(subject),
+        "rows": rows,
+        "shelves": [vars(shelf) for shelf in shelves],
+        "left_out": 0 if label is None else len(label.unique()) - len(shelves),
+        "plots": {name: plot for name, plot in plots.items() if plot is not None},
+        "tables": class_tables(subject),
+    }
+    fitted_with = subject.fit.diagnostics.get("torch")
+    versions = f"deltabars {VERSION}, plotly {version}"
+    return Template(_part("page.html")).substitute(
+        title=escape(title),
+        subtitle=escape(" · ".join(about)),
+        versions=escape(versions + (f"; fitted with torch {fitted_with}" if fitted_with else "")),
+        css=_part("page.css"),
+        data=_json(data),
+        library=library.replace("</script", r"<\/script"),
+        program="\n".join(map(_part, _PROGRAM)),
+    )
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _json(data: Any) -> str:
+    """Return JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
