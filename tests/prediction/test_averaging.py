@@ -97,6 +97,8 @@ def test_two_classes_are_an_integral_of_one_dimension(center, scale):
         assert float(found.mean[0, 0]) == pytest.approx(mean, abs=1e-4)  # 16,384 points
         assert float(found.entropy[0]) == pytest.approx(total, abs=3e-4)
         assert float(found.mutual_information[0]) == pytest.approx(total - left, abs=3e-4)
+    probit = Moderation(BERNOULLI, None)(*single)
+    assert float(probit.mean[0, 0]) == pytest.approx(mean, abs=0.02)  # what the formula is off by
 
 
 def test_laws_of_averages():
@@ -190,6 +192,9 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
     out = fitted(dense_case).predict(dense_case.unseen, moderation=None)
     assert all(getattr(out, name) is None for name in FIELDS)
     assert "moderated_0" not in out.to_pandas()
+    probit = fitted(dense_case).predict(dense_case.unseen, moderation="probit")
+    assert probit.mutual_information is None
+    assert probit.numpy().keys() >= {"moderated", "entropy"}
     assert choose_moderation("auto", 512, 0, 101, CATEGORICAL, subset=False) is None
     assert choose_moderation("sampling", 512, 0, 101, CATEGORICAL, subset=False) is not None
     regression = cached_case("dense", likelihood="gaussian")
@@ -197,7 +202,7 @@ def test_nothing_is_averaged_unless_it_can_be(dense_case):
     assert fit.predict(regression.unseen).moderated is None
     with pytest.raises(BadValueError, match="no Gaussian likelihood"):
         fit.predict(regression.unseen, moderation="sampling")
-    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation=None"):
+    with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation='probit'"):
         choose_moderation("sampling", 512, 0, 30_000, CATEGORICAL, subset=False)
 
 
