@@ -13,7 +13,7 @@ from deltabars.covariance.tail import Tail
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.state import FittedState
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
-from deltabars.prediction.judgement import Evidence
+from deltabars.prediction.prediction import Evidence
 from deltabars.problem.parameters import LastLayer
 from deltabars.problem.prior import L2
 from deltabars.problem.problem import how_far, is_far

@@ -22,9 +22,8 @@ from deltabars.fitting.saving import MAX_FILE_SIZE, save
 from deltabars.fitting.state import FittedState
 from deltabars.fitting.tuning import Tuning, tune_l2
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.prediction import Prediction
-from deltabars.prediction.scoring import Scorer
+from deltabars.prediction.scoring import Classes, Scorer, choose_classes
 from deltabars.problem.prior import L2
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
