@@ -15,8 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS, build_covariance
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance import build_covariance
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import Covariance
 from deltabars.covariance.tail import Defects
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs

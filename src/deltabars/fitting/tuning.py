@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance.estimators import Covariance
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.hyperparameters import noises_at, with_l2
 from deltabars.fitting.state import FittedState
