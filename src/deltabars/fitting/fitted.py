@@ -25,7 +25,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -179,7 +179,7 @@ class DeltaFit(FittedState):
         certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
         return certifier.predict(inputs, space, batch_size, shown)
 
-    def with_l2(self, l2: L2) -> DeltaFit:
+    def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).

@@ -26,7 +26,7 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.vectors import products
 
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
@@ -88,7 +88,7 @@ class FittedState:
         return self.network.parameters.size
 
     @property
-    def l2(self) -> L2:
+    def l2(self) -> L2Rates:
         """λ as it was given: a number, or numbers by name pattern."""
         return self.prior.given
 
