@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import BOUNDS
+from deltabars.covariance.estimators import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
@@ -24,7 +24,7 @@ from deltabars.fitting.tuning import Tuning, tune_l2
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -178,7 +178,7 @@ class DeltaFit(FittedState):
         certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
         return certifier.predict(inputs, space, batch_size, shown)
 
-    def with_l2(self, l2: L2) -> DeltaFit:
+    def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
