@@ -22,13 +22,14 @@ from deltabars.fitting.growth import Probe
 from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.solving import Deadline, Task, solve
 from deltabars.fitting.state import FitOptions, FittedState, off_optimum
-from deltabars.fitting.tuning import has_open_noise, with_noise
+from deltabars.fitting.tuning import with_settled_noise
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
+from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.likelihoods.losses import Loss
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
@@ -48,7 +49,7 @@ def fit(
     model: torch.nn.Module,
     data: Any,
     *,
-    l2: L2,
+    l2: L2Rates,
     estimator: str = DEFAULT_ESTIMATOR,
     rank: int | str | None = None,
     tolerance: float | None = None,
@@ -309,8 +310,8 @@ def _assemble(
         memory_budget=options.memory_budget,
         progress=progress,
     )
-    if has_open_noise(fit.likelihood):
-        fit = with_noise(fit, None)
+    if isinstance(fit.likelihood, Gaussian):
+        fit = with_settled_noise(fit)
     with full_precision(problem.device):
         distance = _distance_from_optimum(fit, problem.gradient)
         found = {**diagnostics, "distance_from_optimum": distance}

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import BOUNDS
-from deltabars.curvature.sensitivity import check_space
+from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
 from deltabars.covariance.tail import Tail
+from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.fitting.certifying import Certifier
@@ -20,11 +19,10 @@ from deltabars.fitting.saving import MAX_FILE_SIZE, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
-from deltabars.prediction.scoring import Scorer
-from deltabars.problem.prior import L2
+from deltabars.prediction.scoring import Classes, Scorer, choose_classes
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -183,7 +181,7 @@ class DeltaFit(FittedState):
         certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
         return certifier.predict(inputs, space, batch_size, shown)
 
-    def with_l2(self, l2: L2) -> DeltaFit:
+    def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
@@ -323,9 +321,7 @@ class DeltaFit(FittedState):
             f"{name}: eigenvalues {first} … {last}, largest residual {residual}"
             for name, first, last, _, residual in self._ends
         ]
-        return "\n  ".join(
-            [f"DeltaFit: {self.estimator}, {numbers}", *spectra, *self._notes]
-        )
+        return "\n  ".join([f"DeltaFit: {self.estimator}, {numbers}", *spectra, *self._notes])
 
     def _repr_html_(self) -> str:
         head = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
@@ -343,7 +339,9 @@ class DeltaFit(FittedState):
             "N": f"{self.num_examples:,}",
             "P": f"{self.num_parameters:,}",
             "K": f"{self.rank:,}",
-            "λ": ", ".join(f"{value:g} ({name})" if name else f"{value:g}" for name, value in l2.items()),
+            "λ": ", ".join(
+                f"{value:g} ({name})" if name else f"{value:g}" for name, value in l2.items()
+            ),
         }
         return numbers if self.noise is None else numbers | {"σ": f"{self.noise:g}"}
 

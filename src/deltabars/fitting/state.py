@@ -18,19 +18,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, build_covariance
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance import build_covariance
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, Covariance
 from deltabars.covariance.tail import Defects
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
-from deltabars.prediction.judgement import Evidence
+from deltabars.prediction.prediction import Evidence
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.vectors import products
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
@@ -147,7 +147,7 @@ class FitOptions:
         """Whether the rank is chosen by a probe."""
         return self.rank == "auto"
 
-    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2) -> None:
+    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2Rates) -> None:
         """Refuse what is wrong for a model whatever the data are, before these are read."""
         space = ParameterSpace.select(model, params)
         Prior.read(l2, space)
@@ -215,7 +215,7 @@ class FittedState:
         return self.network.parameters.size
 
     @property
-    def l2(self) -> L2:
+    def l2(self) -> L2Rates:
         """λ as it was given: a number, or numbers by name pattern."""
         return self.prior.given
 

@@ -31,7 +31,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
 from deltabars.problem.batches import iterate, labelled
-from deltabars.problem.prior import L2, Prior, scaled
+from deltabars.problem.prior import L2Rates, Prior, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
@@ -47,7 +47,7 @@ _READ_SIZE = 1024  # examples
 State = TypeVar("State", bound=FittedState)
 
 
-def with_l2(state: State, l2: L2) -> State:
+def with_l2(state: State, l2: L2Rates) -> State:
     """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
     prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
     shift = prior.level - state.level
@@ -55,13 +55,16 @@ def with_l2(state: State, l2: L2) -> State:
     for name, pairs in spectra.items():
         warn_about_values(name, pairs, prior.level, was_moved=True)
     diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}
-    moved = state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics)
-    return with_noise(moved, None) if has_open_noise(moved.likelihood) else moved
+    return with_settled_noise(state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics))
 
 
-def has_open_noise(likelihood: Likelihood) -> bool:
-    """Return whether a likelihood has a noise that is estimated; that depends on λ."""
-    return isinstance(likelihood, Gaussian) and (likelihood.noise is None or likelihood.estimated)
+def with_settled_noise(state: State) -> State:
+    """Estimate the noise of a fit where its likelihood has an estimated one; it depends on λ."""
+    likelihood = state.likelihood
+    if not isinstance(likelihood, Gaussian):
+        return state
+    is_open = likelihood.noise is None or likelihood.estimated
+    return with_noise(state, None) if is_open else state
 
 
 def with_noise(state: State, noise: Any) -> State:
@@ -190,7 +193,7 @@ class Tuning:
     """
 
     method: str
-    l2: L2
+    l2: L2Rates
     fit: Any
     fitted_level: float
     levels: Tensor

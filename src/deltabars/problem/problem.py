@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
+from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option, warn
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.losses import Loss, read_loss, told_apart
 from deltabars.problem.batches import Batch
@@ -25,7 +24,7 @@ from deltabars.problem.data import TrainingData
 from deltabars.problem.inputs import Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.runtime.vectors import Spaces
@@ -126,7 +125,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2 | Prior | None = None,
+        l2: L2Rates | Prior | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
