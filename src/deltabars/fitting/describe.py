@@ -13,9 +13,9 @@ from deltabars.covariance.tail import Tail
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.state import FittedState
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
-from deltabars.prediction.judgement import Evidence
+from deltabars.prediction.prediction import Evidence
 from deltabars.problem.parameters import LastLayer
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.problem.problem import how_far, is_far
 from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
@@ -190,7 +190,7 @@ def _notes(state: FittedState) -> list[str]:
     return [*notes, f"effective parameters: {effective_parameters(state):.1f} in the K pairs"]
 
 
-def _in_words(l2: L2) -> str:
+def _in_words(l2: L2Rates) -> str:
     if not isinstance(l2, Mapping):
         return f"{l2:g}"
     return ", ".join(f"{value:g} ({pattern})" for pattern, value in l2.items())

@@ -29,7 +29,7 @@ from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
@@ -48,7 +48,7 @@ def fit(
     model: torch.nn.Module,
     data: Any,
     *,
-    l2: L2,
+    l2: L2Rates,
     estimator: str = DEFAULT_ESTIMATOR,
     rank: int | str | None = None,
     tolerance: float | None = None,

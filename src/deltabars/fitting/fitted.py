@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import BOUNDS
+from deltabars.covariance.estimators import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
@@ -22,10 +22,9 @@ from deltabars.fitting.saving import MAX_FILE_SIZE, save
 from deltabars.fitting.state import FittedState
 from deltabars.fitting.tuning import Tuning, tune_l2
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.prediction import Prediction
-from deltabars.prediction.scoring import Scorer
-from deltabars.problem.prior import L2
+from deltabars.prediction.scoring import Classes, Scorer, choose_classes
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -179,7 +178,7 @@ class DeltaFit(FittedState):
         certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
         return certifier.predict(inputs, space, batch_size, shown)
 
-    def with_l2(self, l2: L2) -> DeltaFit:
+    def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
