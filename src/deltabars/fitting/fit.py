@@ -78,11 +78,9 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
-            likelihood, that of the cost with its value in place of the mean loss. Or a mapping from
-            name patterns to the λs of their parameters, of which the last that matches counts:
-            `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
-            D = diag(λᵢ), in which λ is 1.
+            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
+            patterns to λs, of which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`;
+            eigenvalues are then those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
@@ -97,7 +95,8 @@ def fit(
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
             `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
             training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
-            noise), whose weights, smoothing and reduction are accounted for.
+            noise), whose weights, smoothing and reduction are accounted for; λ is then that of the
+            cost with its value in place of the mean loss.
         solver: `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"` (exact, for small
             P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G and GGN; a sandwich
             takes its H from Lanczos); or `"auto"`, for one of the first two.
@@ -107,19 +106,18 @@ def fit(
         batch_size: examples processed at a time, whatever the loader's batches are; by default
             chosen by the memory budget. Where memory runs out all the same, it is halved.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
-            of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
-            is left is counted in the intervals.
+            of λ, within what the dtype allows. What is left is counted in the intervals.
         max_products: at most so many products a matrix; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
         deterministic: the same seed gives the same bits on a GPU too, with torch's deterministic
             algorithms alone; a model with an operation that has none is refused.
-        max_seconds: stop after so long with the pairs that have converged by then (at least one a
-            matrix), whose error bounds hold, with a warning. Checked between products. With a
-            checkpoint, the same call with more time resumes. For the solvers `"auto"`, `"krylov"`
-            and `"incremental"`.
-        allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
-            sigmoid, which are refused otherwise.
+        max_seconds: stop after so long, between two products, with the pairs that have converged by
+            then (at least one a matrix), whose error bounds hold, and a warning. With a checkpoint
+            the same call with more time resumes. For the solvers `"auto"` (which is then
+            `"krylov"`), `"krylov"` and `"incremental"`.
+        allow_probabilities: take outputs for logits that look like probabilities, which are refused
+            otherwise.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
             is resumed by the same call, in as many processes, and ends with the same bits on a CPU;
@@ -263,7 +261,6 @@ def _solve_all(
         number = None if chosen is None else chosen.fingerprint
         session.begin(identity_of(diagnostics["manifest"], problem, number), problem.memory_budget)
     spectra: dict[str, EigenPairs] = {}
-    diagnostics["forecast"] = {}
     # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
     names = ESTIMATORS[estimator][::-1]
     for index, name in enumerate(names):
@@ -272,7 +269,7 @@ def _solve_all(
         kept = None if session is None else session.of(name)
         own = deadline.first_of(len(names) - index)
         task = Task(name, operator, options, growth, kept, own, progress)
-        spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(task)
+        spectra[name], diagnostics[name] = solve(task)
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name])
     if group.size > 1:
