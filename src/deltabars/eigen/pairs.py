@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, ConvergenceWarning, option, warn
+from deltabars.errors import BadValueError, ConvergenceWarning, SpectrumWarning, option, warn
 from deltabars.runtime.vectors import Space, Spaces, first
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
@@ -31,6 +31,7 @@ PRODUCT_ROUNDING = "product_rounding"
 SKEW = "orthogonality_norm"
 
 _SHARE_OF_L2 = 1e-3
+_LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
 # Units in the last place, of what is not known of a file's pairs: ‖A‖, and QQᵀ.
 _USUAL_PRODUCT, _USUAL_SKEW = 16, 8
 
@@ -315,6 +316,61 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
             f"that have not converged; the largest residual is {float(pairs.residuals.max()):.2g}. "
             "Allow more products, ask for fewer pairs, or accept a larger tolerance.",
             ConvergenceWarning,
+        )
+
+
+def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool = False) -> None:
+    """Warn where eigenvalues cannot serve a covariance, or void its error bound.
+
+    Products are right to eps·‖A‖, an eigenvalue λ to eps·‖A‖/λ of itself, and error bars in its
+    direction to about as much.
+
+    Args:
+        name: of the matrix.
+        pairs: its eigenpairs.
+        l2: λ.
+        was_moved: whether the pairs were solved at another λ.
+    """
+    values, dtype = pairs.values, pairs.vectors.dtype
+    if was_moved:
+        residuals, positive = pairs.residual_norms, values > 0
+        left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
+        if left > _LOST:
+            warn(
+                f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
+                f"{float(residuals.max()):.2g}, which widens intervals by up to "
+                f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
+                SpectrumWarning,
+            )
+    eps = torch.finfo(dtype).eps
+    lost = eps * float(values[0].abs()) / l2
+    if lost > _LOST:
+        advice = "Scale the inputs"
+        if dtype != torch.float64:
+            advice = f"Use {option('dtype', torch.float64)}"
+        warn(
+            f"Expected a largest eigenvalue of the {name} of at most {_LOST / eps:.1g}·λ, which "
+            f"{dtype} can tell λ from, got {float(values[0]):.3g} for λ = {l2:g}: rounding can "
+            f"move error bars by up to {min(lost, 1.0):.0%}, which widens their intervals. "
+            f"{advice}, or a larger l2.",
+            SpectrumWarning,
+        )
+    negative = int((values <= 0).sum())
+    below = int((values < l2 * (1 - 1e-6)).sum())
+    if negative:
+        warn(
+            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
+            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
+            "counts as the harmonic mean of λ and the last positive one; "
+            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
+            SpectrumWarning,
+        )
+    elif below and len(values) < pairs.vectors.shape[1]:
+        warn(
+            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
+            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
+            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
+            SpectrumWarning,
         )
 
 
