@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import CheckpointMismatchError
-from deltabars.fitting.options import FitOptions
+from deltabars.fitting.state import FitOptions
 from deltabars.likelihoods.losses import described, is_own, told_apart
 from deltabars.problem.problem import Problem
 from deltabars.runtime import VERSION
