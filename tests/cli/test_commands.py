@@ -104,7 +104,7 @@ class TestFit:
     def test_values_of_a_config_file_become_words(self, tmp_path):
         config = tmp_path / "c.toml"
         config.write_text(
-            "mean = [-0.5, 1]\nstd = 2.0\nmodel_args = {width = 6}\noverwrite = false\ngray = true\n"
+            "mean = [-0.5, 1]\nstd = 2.0\nmodel_args = {width = 6}\noverwrite = false\ngray=true\n"
         )
         given = ["fit", "--config", str(config), "--out", "run"]
         words = ["--mean", "-0.5", "1", "--std", "2.0", '--model-args={"width": 6}', "--gray"]
@@ -316,7 +316,7 @@ class TestPredict:
 
     @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # it is not trained
     def test_many_classes_and_a_loader_of_ones_own(self, tmp_path, monkeypatch, capsys):
-        """Of more than a hundred classes the five most probable ones, unless others are asked for."""
+        """Of more than a hundred classes the five most probable ones."""
         monkeypatch.chdir(tmp_path)
         Path("many.py").write_text(
             "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
-from deltabars.cli.sources.source import Source, batch_of, fingerprint_of
+from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError, first_line
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.likelihoods.losses import described, is_own
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import Batch, as_tensors, count_of, cut, is_fixed, iterate
+from deltabars.problem.batches import Batch, as_tensors, batch_of, count_of, cut, is_fixed, iterate
 from deltabars.problem.data import is_dataset, loader_of
 from deltabars.problem.inputs import Signature, leaves
 from deltabars.runtime.distributed import current_group, same_everywhere

@@ -27,9 +27,9 @@ from deltabars.errors import (
     DeltaBarsError,
     DeltaBarsWarning,
     MemoryWarning,
-    MissingDependencyError,
     UsageError,
     in_options,
+    library,
     on_command_line,
     printable,
 )
@@ -108,12 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     if options.command == "completion":
-        try:
-            import shtab
-        except ImportError as error:
-            raise MissingDependencyError(
-                "This needs shtab: pip install 'deltabars[completion]'."
-            ) from error
+        shtab = library("shtab", "completion")
         print(shtab.complete(make_parser()[0], options.shell))
         return
     command = importlib.import_module(f"deltabars.cli.{options.command}")

@@ -25,7 +25,7 @@ from deltabars.cli.subject import (
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.options import FitOptions
+from deltabars.fitting.state import FitOptions
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
 from deltabars.runtime.distributed import current_group

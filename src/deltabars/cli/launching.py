@@ -22,7 +22,7 @@ _SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextmanager
 def launched(options: argparse.Namespace) -> Iterator[None]:
-    """Join the process group that torchrun has prepared, if it has; only the first process prints."""
+    """Join the process group that torchrun has prepared, if any; only the first process prints."""
     count = _number("WORLD_SIZE") if all(os.environ.get(name) for name in _SET) else 1
     if count == 1 or dist.is_initialized():
         yield

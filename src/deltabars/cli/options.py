@@ -22,6 +22,8 @@ LOSSES = ("ce", "bce", "mse")
 CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
 STORED = ("float64", "float32", "bfloat16", "float16")
 EXPERIMENTS = ("mnist", "cifar10")
+_OF_FILES = ("FILE", "FILE.html", "DIR", "RUN", "OUT", "FIGURE", "DATA", "MODEL")
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # as shtab has them
 SHELLS = ("bash", "zsh", "tcsh")
 
 Row = tuple[str, dict[str, Any]]
@@ -356,7 +358,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         for title, rows in command.options.items():
             group = own.add_argument_group(title) if title else own
             for option, settings in rows:
-                group.add_argument(option, **settings)
+                action = group.add_argument(option, **settings)
+                if action.metavar in _OF_FILES:
+                    action.complete = _FILES  # type: ignore[attr-defined]
         for option, settings in _COMMON:
             own.add_argument(option, **settings)
     return parser, commands.choices

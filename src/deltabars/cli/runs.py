@@ -32,8 +32,7 @@ from deltabars.errors import (
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.loading import load
 from deltabars.fitting.saving import MAX_FILE_SIZE
-from deltabars.prediction.judgement import Judgement
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import Evidence, Judgement, Prediction
 from deltabars.runtime.distributed import current_group
 from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
@@ -104,7 +103,10 @@ def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
         if odd or many != {count} or not values["mean"].is_floating_point():
             raise ValueError(f"{odd or 'inputs'} of another shape")
         if "judgement" in arrays:  # older files have none
-            values["judgement"] = Judgement.read(parse_json(str(arrays["judgement"])))
+            raw = parse_json(str(arrays["judgement"]))
+            own = {each.name for each in fields(Evidence)}  # version 0.5 has others, too
+            raw["evidence"] = {k: v for k, v in dict(raw["evidence"]).items() if k in own}
+            values["judgement"] = Judgement.read(raw)
         prediction = Prediction(**{"covariance": None, "label": None, **values})
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFileError(f"{path} is altered: remove it ({first_line(error)}).") from error
