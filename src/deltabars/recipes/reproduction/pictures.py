@@ -31,15 +31,16 @@ from deltabars.recipes.reproduction.variations import (
     sampled,
     surfaces,
 )
-from deltabars.report.galleries import Block, save_rankings
 from deltabars.report.spectra import Spectrum, save_spectra
 from deltabars.report.style import house_style
 from deltabars.report.uncertainty import (
+    Block,
     Comparison,
     Foreign,
     Panel,
     save_comparisons,
     save_foreign,
+    save_rankings,
     save_surfaces,
     save_uncertainty,
 )
