@@ -21,7 +21,7 @@ from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import unit_rows
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import read_inputs
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import current_group

@@ -14,8 +14,7 @@ from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.state import FittedState
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.judgement import Evidence
-from deltabars.problem.parameters import LastLayer
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates, LastLayer
 from deltabars.problem.problem import how_far, is_far
 from deltabars.runtime.vectors import Basis, ShardedVectors, products
 

@@ -27,9 +27,8 @@ from deltabars.fitting.solving import solve
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.network import Behaviour
+from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision

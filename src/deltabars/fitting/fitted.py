@@ -25,7 +25,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.classes import Classes, choose_classes
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 

@@ -22,7 +22,7 @@ from deltabars.covariance.tail import warn_about_spectrum
 from deltabars.errors import BadValueError
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.problem.parameters import L2Rates, Prior
 
 State = TypeVar("State", bound=FittedState)
 

@@ -18,6 +18,7 @@ from deltabars.eigen.pairs import ROUNDING, EigenPairs
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
+    ModelError,
     ModelWarning,
     WeightsMismatchError,
     first_line,
@@ -26,11 +27,14 @@ from deltabars.errors import (
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.saving import OUTPUTS, OVERLAP, SMALL
 from deltabars.likelihoods.losses import from_description
-from deltabars.problem.behaviour import COUNT, MOST_NUMBERS, Behaviour, generated
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network, fingerprint
-from deltabars.problem.parameters import ParameterSpace, as_written, plain_model
-from deltabars.problem.prior import Prior
+from deltabars.problem.data import GENERATED, Signature
+from deltabars.problem.network import (
+    MOST_GENERATED,
+    Behaviour,
+    Network,
+    weights_fingerprint,
+)
+from deltabars.problem.parameters import ParameterSpace, Prior, as_written, plain_model
 from deltabars.runtime.memory import CHUNK, ran_out, resolve_budget, share
 from deltabars.runtime.vectors import Part, PartedVectors, whole
 from deltabars.storage import format as storage
@@ -126,7 +130,7 @@ def load(
         ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
-    network = _settled(network, signature, behaviour)
+    network = _verified(network, signature, behaviour)
     if check_weights:
         _check_function(path, network, signature, behaviour)
     scales = header.get("scales", {})
@@ -202,16 +206,14 @@ def _check_header(header: Mapping[str, Any]) -> None:
     _expect(len(_list(inputs["shapes"])) == count, "inputs")
     _expect(all(shape is None or _is_shape(shape) for shape in inputs["shapes"]), "inputs")
     if behaviour is not None:
-        ranges, found = _list(behaviour["ranges"]), behaviour["tensors"]
-        _expect(len(ranges) in (0, count) and isinstance(found, dict), "behaviour")
+        ranges = _list(behaviour["ranges"])
+        _expect(len(ranges) in (0, count), "behaviour")
         total = 0
         for (shape, low, high), like in zip(ranges, inputs["shapes"][: len(ranges)], strict=True):
             right = _is_shape(shape) and like in (None, shape) and _is_real(low) and _is_real(high)
             _expect(right, "behaviour")
-            total += COUNT * math.prod(shape)
-        _expect(total <= MOST_NUMBERS, "behaviour")
-        three = (len(_list(each)) == 3 and all(map(_is_real, each)) for each in found.values())
-        _expect(all(three), "behaviour")
+            total += GENERATED * math.prod(shape)
+        _expect(total <= MOST_GENERATED, "behaviour")
 
 
 def _list(value: Any) -> list[Any]:
@@ -303,10 +305,7 @@ def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour 
     real = outputs.ndim == 2 and outputs.dtype == torch.float64
     _expect(real and bool(outputs.isfinite().all()), "behaviour")
     return Behaviour(
-        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
-        outputs,
-        _DTYPES[raw["dtype"]],
-        {name: tuple(found) for name, found in raw["tensors"].items()},
+        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]), outputs
     )
 
 
@@ -346,23 +345,23 @@ def _check_model(
                 f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
                 f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
             )
-    if weights is not None and fingerprint(model) != weights:
+    if weights is not None and weights_fingerprint(model) != weights:
         raise WeightsMismatchError(
             f"{path} was fitted to other weights than this model has. Load the weights of the "
             "fit, or pass check_weights=False to use its curvature with these."
         )
 
 
-def _settled(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
+def _verified(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
     """Try the network's private copy on generated inputs, where it takes any."""
     ranges = () if behaviour is None else behaviour.ranges
     if not ranges and None not in signature.shapes:
         ranges = tuple((shape or (), 0.0, 1.0) for shape in signature.shapes)
     try:
-        inputs = generated(signature, ranges, network.device, network.dtype)
-        return network.settled(inputs)
+        inputs = signature.generate(ranges, network.device, network.dtype)
+        return network.verified(inputs)
     except Exception as error:  # of the user's code: it does not take these inputs
-        if ran_out(error) or isinstance(error, Warning):
+        if ran_out(error) or isinstance(error, ModelError):
             raise
         return replace(network, given=None)
 

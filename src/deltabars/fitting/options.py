@@ -13,8 +13,7 @@ import torch
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
 from deltabars.eigen.pairs import check_rank, is_whole
 from deltabars.errors import BadValueError, option
-from deltabars.problem.parameters import ParameterSpace, Selection
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.problem.parameters import L2Rates, ParameterSpace, Prior, Selection
 from deltabars.runtime.distributed import Group
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")

@@ -126,8 +126,6 @@ def head_of(
     if state.behaviour is not None:
         header["behaviour"] = {
             "ranges": [list(each) for each in state.behaviour.ranges],
-            "dtype": str(state.behaviour.dtype),
-            "tensors": {name: list(found) for name, found in state.behaviour.tensors.items()},
         }
         tensors[OUTPUTS] = state.behaviour.outputs
     if state.estimator == "sandwich" and types is not None:

@@ -22,10 +22,9 @@ from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.problem.data import Signature
+from deltabars.problem.network import Behaviour, Network
+from deltabars.problem.parameters import L2Rates, Prior
 from deltabars.runtime.vectors import products
 
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.

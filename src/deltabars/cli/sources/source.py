@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import DataError
-from deltabars.problem.batches import Batch, as_tensors, iterate, label_key, unlabelled
-from deltabars.problem.inputs import Signature, leaves, map_leaves
+from deltabars.problem.data import (
+    Batch,
+    Signature,
+    as_tensors,
+    iterate,
+    label_key,
+    leaves,
+    map_leaves,
+    unlabelled,
+)
 
 _READ_SIZE = 1024  # inputs, where they do not come in batches
 

@@ -19,7 +19,7 @@ from deltabars.errors import BadValueError
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.loading import load
-from deltabars.problem.network import fingerprint
+from deltabars.problem.network import weights_fingerprint
 from deltabars.recipes.paper import (
     L2,
     PaperNetwork,
@@ -93,7 +93,7 @@ class Experiment:
             "recipe": self.recipe.name,
             **size,
             "seed": self.options.seed,
-            "weights": "trained here" if weights is None else fingerprint(weights),
+            "weights": "trained here" if weights is None else weights_fingerprint(weights),
             "deterministic": self.options.deterministic,
             "data": f"{_checksum(*self.train, *self.test):08x}",
         }

@@ -17,7 +17,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import (
+from deltabars.problem.data import (
     Batch,
     as_tensors,
     collated,
@@ -25,9 +25,9 @@ from deltabars.problem.batches import (
     iterate,
     label_key,
     labelled,
+    leaves,
     unlabelled,
 )
-from deltabars.problem.inputs import leaves
 from deltabars.report.page.subject import short
 from deltabars.runtime.progress import Progress
 
