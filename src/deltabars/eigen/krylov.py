@@ -12,18 +12,21 @@ restarted from the best of its Ritz vectors (a thick restart), which go on to co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis, default_block_size, extend
+from deltabars.eigen.basis import Basis, Followed, Growth, Projected, default_block_size, extend
 from deltabars.eigen.checkpoint import Checkpoint, Journal, Position
-from deltabars.eigen.operators import Products, as_products
 from deltabars.eigen.pairs import (
+    OUT_OF_TIME,
+    STOPPED,
     EigenPairs,
+    IsOver,
+    OnStep,
+    Products,
     check_rank,
     check_tolerance,
     default_tolerance,
@@ -31,16 +34,8 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
-from deltabars.eigen.projected import Followed, Growth, Projected
 from deltabars.eigen.restart import Patience, found_pairs, insert, to_keep
-from deltabars.errors import BadValueError
-
-OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
-IsOver = Callable[[], bool]  # whether to stop now, with what there is
-
-STOPPED = "stopped_by"  # in statistics, where it was `is_over`
-OUT_OF_TIME = "max_seconds"
-ROWS_LEFT = "rows_left"  # that an incremental SVD has not processed
+from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
@@ -48,6 +43,7 @@ _FIRST_CHECK = 16  # vectors, of a basis that may stop at any time
 _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
 _SMALL_REST = 64  # dimensions outside the pairs: these can be searched whole
 _ROOM_FOR_ONE = 16  # vectors
+_NO_LIMIT = 2**62  # products
 
 
 def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
@@ -57,12 +53,12 @@ def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
     is probed for copies of repeated eigenvalues, which the start vector cannot see.
 
     Args:
-        operator: a symmetric matrix (see `eigen.operators.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         options: those of `block_krylov`, but for `block_size`, which is 1.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
-    and two blocks, the result included); m²P operations for m steps.
+    and two blocks, the result included); m²P operations for m products.
 
     Example:
         >>> import torch
@@ -91,11 +87,10 @@ def block_krylov(
 ) -> EigenPairs:
     """Compute the `rank` algebraically largest eigenpairs, by block Lanczos.
 
-    More products than `lanczos`, in blocks: faster where many vectors cost little more than one
-    (a kept Jacobian).
+    More products than `lanczos`, in blocks: faster where many vectors cost little more than one.
 
     Args:
-        operator: a symmetric matrix (see `eigen.operators.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         block_size: a tenth of the rank by default, between 2 and 100.
         smallest: how many eigenvalues of the lower end must converge as well.
@@ -115,31 +110,30 @@ def block_krylov(
             by then are returned, at least one, and the state is saved.
     """
     block_size = default_block_size(rank) if block_size is None else block_size
-    if block_size < 1:
-        raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    matrix = as_products(operator)
+    matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
-    if smallest < 0 or rank + smallest > size:
-        raise BadValueError(f"smallest: expected 0 to {size - rank} (P − rank), got {smallest}.")
     limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
     check_tolerance(limit, matrix.dtype)
-    budget = 2**62 if max_products is None else max_products
-    fewest = min(-(-rank // block_size) * block_size, size)
-    if budget < fewest and growth is None:
-        raise BadValueError(
-            f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
-        )
+    budget = _NO_LIMIT if max_products is None else max_products
     room = size if max_vectors is None else max_vectors
-    least_room = (rank + smallest if growth is None else 0) + 2 * block_size
-    if not is_whole(room) or room < min(least_room, size):
-        raise BadValueError(
-            f"max_vectors: expected a whole number from {least_room} on (the pairs and two blocks "
-            f"of {block_size}), got {room!r}."
-        )
+    blocks = min(-(-rank // max(1, block_size)) * block_size, size)
+    pairs_and_two_blocks = (rank + smallest if growth is None else 0) + 2 * block_size
+    for name, value, least, most in (
+        ("block_size", block_size, 1, _NO_LIMIT),
+        ("smallest", smallest, 0, size - rank),
+        ("max_products", budget, blocks if growth is None else 1, _NO_LIMIT),
+        ("max_vectors", room, min(pairs_and_two_blocks, size), _NO_LIMIT),
+    ):
+        if not is_whole(value) or not least <= value <= most:
+            end = "on" if most == _NO_LIMIT else f"to {most}"
+            raise BadValueError(
+                f"{name}: expected a whole number from {least} {end} for {rank} of P = {size} "
+                f"pairs in blocks of {block_size}, got {value!r}."
+            )
     generator = torch.Generator().manual_seed(seed)
     journal = Journal(checkpoint, matrix, generator, growth)
-    run = Run(matrix, generator, limit, budget, room, on_step, journal, journal.restarts, is_over)
+    run = Run(matrix, generator, limit, budget, room, journal, journal.restarts, on_step, is_over)
     pairs = journal.found or run.largest(rank, block_size, smallest, growth=growth)
     if not run.is_stopped and bool((pairs.residuals <= limit).all()):
         pairs = with_missed_copies(run, pairs)
@@ -166,9 +160,9 @@ class Run:
     tolerance: float
     max_products: int
     max_vectors: int
-    on_step: OnStep | None
     journal: Journal
     restarts: int = 0
+    on_step: OnStep | None = None
     is_over: IsOver | None = None
     is_stopped: bool = False  # by that
 
@@ -185,8 +179,8 @@ class Run:
         basis = Basis(space, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
         followed = None if growth is None else Followed(growth, space)
         projected = Projected(device, space)
-        room = space.size - (0 if locked is None else locked.shape[0])
-        block_size = min(block_size, room)
+        room = space.size - (0 if locked is None else len(locked))
+        block_size, aim = min(block_size, room), _MARGIN * self.tolerance
         at = self.journal.resume(basis, projected, followed, block_size)
         if at is None:
             start = space.random_rows(block_size, self.generator, device, dtype)
@@ -219,20 +213,22 @@ class Run:
             if basis.rows >= next_check or last or full:
                 ritz = projected.ritz()
                 least = min(least, float(ritz.values[0]))
-                aim = _MARGIN * self.tolerance
-                converged, finished = ritz.converged(rank, smallest, aim)
+                converged, count = int((ritz.residuals.flip(0)[:rank] <= aim).sum()), None
+                distance = ritz.distance(rank, smallest, aim)
                 if followed is not None:
-                    converged = ritz.leading(aim)
-                    found = followed.fewest(ritz, min(converged, rank))
-                    if found is not None or full or last:
-                        count = found or max(1, min(converged, rank))
-                        return found_pairs(basis, ritz, count, least, self.tolerance)
-                elif finished or last:
-                    return found_pairs(basis, ritz, rank, least, self.tolerance)
+                    converged = min(ritz.leading(aim), rank)
+                    count = followed.fewest(ritz, converged)
+                    if full or last:
+                        count = count or max(1, converged)
+                elif (
+                    last
+                    or distance == 0
+                    or (full and patience.is_over(distance, self.matrix.products, self.max_vectors))
+                ):
+                    count = rank
+                if count is not None:
+                    return found_pairs(basis, ritz, count, least, self.tolerance)
                 if full:
-                    distance = ritz.distance(rank, smallest, aim)
-                    if patience.is_over(distance, self.matrix.products, self.max_vectors):
-                        return found_pairs(basis, ritz, rank, least, self.tolerance)
                     kept = to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
                     self.restarts += 1
@@ -243,7 +239,7 @@ class Run:
             self.journal.save(basis, projected, at)
             if self.is_over is not None and self.is_over():
                 ritz = projected.ritz()
-                converged = min(ritz.leading(_MARGIN * self.tolerance), rank)
+                converged = min(ritz.leading(aim), rank)
                 if converged:
                     self.is_stopped = True
                     self.journal.save(basis, projected, at, at_once=True)
@@ -256,10 +252,9 @@ class Run:
 def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
     """Search outside the pairs for eigenvalues larger than the last, and insert them.
 
-    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
-    further copies of a repeated one are only found by chance. A few steps from a random start,
-    orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds, so
-    what they show is there.
+    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue. A few
+    steps from a random start, orthogonal to the pairs, bring up further copies of repeated ones;
+    Ritz values are lower bounds, so what they show is there.
     """
     rank, journal = len(pairs), run.journal
     run = replace(run, is_over=None)  # a few products, for pairs that are there in time
@@ -288,3 +283,74 @@ def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
     top = probe.largest(1, 1, locked=pairs.vectors).values[0]
     slack = 10 * run.tolerance * float(residual_scale(pairs.values)[-1])
     return float(top) > float(pairs.values[-1]) + slack
+
+
+def arpack(
+    operator: Any,
+    rank: int,
+    *,
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> EigenPairs:
+    """Compute the `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
+
+    ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
+    `rank` further products. Copies of repeated eigenvalues are searched as by `lanczos`. Arguments
+    as for `lanczos`; the rank must be below P.
+    """
+    try:
+        from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+    except ImportError as error:
+        raise MissingDependencyError(
+            "solver 'arpack' needs SciPy: pip install 'deltabars[scipy]'."
+        ) from error
+    matrix = Products(operator)
+    size = matrix.shape[0]
+    check_rank(rank, size)
+    if rank >= size:
+        raise BadValueError(
+            f"rank: expected below P = {size} for ARPACK, got {rank}. Use the dense solver."
+        )
+    limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
+
+    def matvec(vector: Any) -> Any:
+        row = torch.from_numpy(vector.reshape(1, -1)).to(matrix.device, matrix.dtype)
+        image = matrix.matmat(row)
+        if on_step is not None:
+            on_step(matrix.products, 0)
+        return image.reshape(-1).cpu().numpy()
+
+    generator = torch.Generator().manual_seed(seed)
+    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype).numpy()[0]
+    steps = min(size, max(2 * rank + 1, 20))
+    restarts = None if max_products is None else max(1, max_products // (steps - rank))
+    try:
+        values, columns = eigsh(
+            LinearOperator(matrix.shape, matvec=matvec, dtype=start.dtype),
+            k=rank,
+            which="LA",
+            v0=start,
+            tol=limit,
+            ncv=steps,
+            maxiter=restarts,
+        )
+    except ArpackNoConvergence as error:
+        raise DeltaBarsError(
+            f"ARPACK: expected {rank} converged eigenpairs, got {len(error.eigenvalues)}. Allow "
+            f"more products, or use {option('solver', 'krylov')}."
+        ) from error
+    except ArpackError as error:
+        raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error
+    largest = torch.from_numpy(values).to(matrix.device, torch.float64).flip(0)
+    vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()
+    norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
+    pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
+    unsaved = Journal(None, matrix, generator)
+    run = Run(matrix, generator, limit, max_products or _NO_LIMIT, size, unsaved)
+    pairs = with_missed_copies(run, pairs)
+    counts = {"products": matrix.products, "converged": rank, "tolerance": limit}
+    pairs = replace(pairs, statistics={"solver": "arpack", **counts})
+    warn_unconverged(pairs, 10 * limit)  # ARPACK's test and ours differ by the rounding of A
+    return pairs

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis
-from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, lower_scale, residual_scale
-from deltabars.eigen.projected import Ritz
+from deltabars.eigen.basis import Basis, Ritz
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs
 
 # So many restarts, and products for so many bases: three times the longest lull seen.
 _RESTARTS, _BASES = 200, 40
@@ -76,17 +75,15 @@ def found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: fl
     """
     values = ritz.values.flip(0)[:rank]
     basis.keep(ritz.coordinates.flip(1)[:, :rank])
-    residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
-    rest = ritz.values.shape[0] - values.shape[0]
-    lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
-    lower_residuals = lower_norms / lower_scale(lower, values[:1].expand_as(lower))
+    rest = len(ritz.values) - len(values)
+    lower, lower_residuals = ritz.values[:rest], ritz.residuals[:rest]
     known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
     vectors = basis.take()
     device = vectors.device
     return EigenPairs(
         values.to(device),
         vectors,
-        residuals.to(device),
+        ritz.residuals.flip(0)[:rank].to(device),
         lower[:known].to(device),
         lower_residuals[:known].to(device),
         {LEAST_RITZ: least},

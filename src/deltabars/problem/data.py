@@ -217,17 +217,30 @@ def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
 
 def unlabelled(raw: Any, signature: Signature) -> Batch:
     """Read a batch to predict: inputs alone, or a training batch, whose targets are left out."""
+    return Batch(_as_inputs(_apart(raw, signature)[0]), None)
+
+
+def batch_of(raw: Any, signature: Signature) -> Batch:
+    """Read a batch to predict, with its targets where it has some and they are numbers."""
+    inputs, targets = _apart(raw, signature)
+    found = as_tensors(targets)
+    return Batch(_as_inputs(inputs), found if isinstance(found, Tensor) else None)
+
+
+def _apart(raw: Any, signature: Signature) -> tuple[Any, Any]:
+    """Return the inputs of a raw batch, and what it has more than the network takes, or None."""
+    targets = None
     if isinstance(raw, Mapping):
         key = label_key(raw)  # which may be an input of the network, where it is not `labels`
         if key is not None and key not in (signature.names or ()):
-            raw = {name: value for name, value in raw.items() if name != key}
+            targets, raw = raw[key], {name: raw[name] for name in raw if name != key}
     elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
-        raw = raw[0]  # ((input, input), targets) or ({name: input}, targets)
+        raw, targets = raw  # ((input, input), targets) or ({name: input}, targets)
     elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
-        raw = tuple(raw[:-1])
+        raw, targets = tuple(raw[:-1]), raw[-1]
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
-    return Batch(_as_inputs(raw), None)
+    return raw, targets
 
 
 def label_key(raw: Mapping[Any, Any]) -> str | None:

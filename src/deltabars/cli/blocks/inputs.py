@@ -7,9 +7,18 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from deltabars.cli.sources.source import Source, batch_of, fingerprint_of
+from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.errors import DataError, first_line
-from deltabars.problem.data import Batch, Signature, as_tensors, collated, is_fixed, iterate, leaves
+from deltabars.problem.data import (
+    Batch,
+    Signature,
+    as_tensors,
+    batch_of,
+    collated,
+    is_fixed,
+    iterate,
+    leaves,
+)
 
 _READ_SIZE = 1024  # inputs a batch at the most, where they do not come in batches
 _READ_BYTES = 1 << 26
