@@ -289,7 +289,7 @@ class Refusing(Net):
 
 @pytest.mark.parametrize("kind", [ByGlobal, ByWeakKey, ByReference, Listed, Refusing])
 def test_a_model_that_cannot_be_copied_is_refused(kind, tmp_path):
-    with pytest.raises(ModelError, match="expected one that (uses its parameters|copy.deepcopy)"):
+    with pytest.raises(ModelError, match=r"expected one that (uses its parameters|copy\.deepcopy)"):
         fit(build(kind))
     done = fit(build("plain"))
     done.save(tmp_path / "a")

@@ -572,6 +572,13 @@ def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
     return [Batch(map_leaves(lambda _: next(joined), batches[0].inputs), torch.cat(targets))]
 
 
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the numbers of a tensor as bytes, in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # One number is contiguous with any stride, but torch views no bytes of it unless that is 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+
+
 def fingerprint_of(batches: Iterable[Batch]) -> int:
     """Return a number that identifies the examples of some batches, in any order."""
     return reduce(_add, batches, 0)

@@ -25,7 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltabars.errors import BadValueError, ModelError, first_line, option
-from deltabars.problem.data import GENERATED, Inputs, Ranges, Signature, map_leaves
+from deltabars.problem.data import (
+    GENERATED,
+    Inputs,
+    Ranges,
+    Signature,
+    map_leaves,
+    tensor_bytes,
+)
 from deltabars.problem.definitions import DEFINITIONS
 from deltabars.problem.parameters import (
     LastLayer,
@@ -36,7 +43,6 @@ from deltabars.problem.parameters import (
     plain_model,
     private_copy,
 )
-from deltabars.runtime.fingerprint import tensor_bytes
 from deltabars.runtime.memory import ran_out
 from deltabars.runtime.precision import (
     Shared,
@@ -384,9 +390,11 @@ class Network:
         """
         # Without `_dynamo` nothing is compiled, and importing it takes seconds.
         eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
-        with _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager:
-            with _plain_calls():
-                yield
+        with (
+            _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager,
+            _plain_calls(),
+        ):  # fmt: skip
+            yield
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def private_copy(
             memo[id(module)] = copy.deepcopy(as_written(module), memo)
         whole = copy.deepcopy(model, memo)
         for old, new in closures:
-            for mine, cell in zip(new.__closure__, old.__closure__, strict=True):
+            for mine, cell in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
                 mine.cell_contents = _of_copy(cell.cell_contents, memo)
         return whole
 
@@ -174,7 +174,7 @@ def private_copy(
     for module in private.modules():
         vars(module).update({name: OrderedDict() for name in _UNUSED_HOOKS}, training=False)
         if parametrize.is_parametrized(module):  # its class is its own, which changes would change
-            of = type(module)
+            of: Any = type(module)
             names = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
             module.__class__ = type(of)(of.__name__, of.__bases__, names)
     return private
@@ -469,6 +469,7 @@ def _by_parameter(l2: Mapping[Any, Any], space: ParameterSpace) -> dict[str, flo
     left = [name for name in space.names if name not in own]
     if left:
         raise BadValueError(
-            f"l2: expected a λ for every parameter, got none for {_few(left)}. Start with a pattern for all: {{'*': 0.01, …}}."
+            f"l2: expected a λ for every parameter, got none for {_few(left)}. "
+            "Start with a pattern for all: {'*': 0.01, …}."
         )
     return {name: own[name] for name in space.names}

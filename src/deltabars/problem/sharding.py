@@ -19,9 +19,8 @@ from torch.utils.data import (
 )
 
 from deltabars.errors import DataError
-from deltabars.problem.data import count_of, cut, is_dataset, is_fixed
+from deltabars.problem.data import count_of, cut, is_dataset, is_fixed, tensor_bytes
 from deltabars.runtime.distributed import Group, same_everywhere
-from deltabars.runtime.fingerprint import tensor_bytes
 
 _COMPARED = 16  # examples that show whether two processes were given the same data
 _KEPT_OPTIONS = (
@@ -129,7 +128,7 @@ def _is_same(data: Any, indices: Sequence[int], group: Group) -> bool:
 def _comparable(value: Any) -> Any:
     """Return something that can be sent and compared by ==."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), bytes(tensor_bytes(value))
+        return str(value.dtype), tuple(value.shape), tensor_bytes(value)
     if isinstance(value, Mapping):
         return {str(name): _comparable(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
