@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import deltabars
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import load
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import MNIST, PaperNetwork, paper_network
 from deltabars.recipes.reproduction.experiment import Experiment, Options

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Spread
+from deltabars.covariance.estimators import Spread
 from deltabars.covariance.tail import Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator

@@ -1,10 +1,14 @@
-"""Descriptions of a fit: effective parameters, distance from the optimum, text and plots."""
+"""Descriptions of a fit: effective parameters, the optimum, text and plots, its manifest."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
+from dataclasses import asdict
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,11 +16,13 @@ from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.covariance.tail import Tail
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.fitting.state import FittedState
+from deltabars.likelihoods.losses import described, is_own
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.judgement import Evidence
 from deltabars.problem.parameters import LastLayer
-from deltabars.problem.prior import L2
-from deltabars.problem.problem import how_far, is_far
+from deltabars.problem.prior import L2Rates
+from deltabars.problem.problem import Problem, how_far, is_far
+from deltabars.runtime import VERSION
 from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 SANDWICH, REACH = "sandwich", "interval_reach"
@@ -190,7 +196,7 @@ def _notes(state: FittedState) -> list[str]:
     return [*notes, f"effective parameters: {effective_parameters(state):.1f} in the K pairs"]
 
 
-def _in_words(l2: L2) -> str:
+def _in_words(l2: L2Rates) -> str:
     if not isinstance(l2, Mapping):
         return f"{l2:g}"
     return ", ".join(f"{value:g} ({pattern})" for pattern, value in l2.items())
@@ -206,3 +212,64 @@ def _along(gradient: Tensor, vectors: Basis) -> Tensor:
 
 def _positive(pairs: EigenPairs) -> Tensor:
     return pairs.values[pairs.values > 0]  # the others have no part in a covariance
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the machine, as JSON values."""
+    cuda = device.type == "cuda"
+    name = platform.processor() or platform.machine()
+    processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
+    return {
+        "deltabars": VERSION,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if cuda else processor,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
+
+    Returns:
+        The environment; `dtype`; `weights`, their fingerprint; `data`: their fingerprint (in any
+        order), their number and the form of the inputs; and `options`.
+    """
+    likelihood = problem.likelihood
+    own = is_own(likelihood)
+    return {
+        **environment(problem.device),
+        "dtype": str(problem.dtype),
+        "weights": problem.network.weights,
+        "data": {
+            "fingerprint": f"{problem.data.fingerprint:016x}",
+            "num_examples": problem.num_examples,
+            "inputs": _plain(asdict(problem.data.signature)),
+        },
+        "options": _plain(
+            {
+                **options,
+                "l2": problem.given_l2,
+                "params": list(problem.parameters.names),
+                "likelihood": described(likelihood) if own else type(likelihood).__name__,
+            }
+        ),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Convert to the kinds of JSON: NumPy has numbers of another type."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,12 +38,12 @@ from deltabars.problem.prior import Prior
 from deltabars.runtime.distributed import Columns
 from deltabars.runtime.memory import CHUNK, ran_out, read_bytes, resolve_budget, share
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.sums import add_inner
 from deltabars.runtime.vectors import (
     Basis,
     Part,
     PartedVectors,
     ShardedVectors,
+    add_inner,
     blocks,
     columns,
     group_of,
@@ -130,9 +130,11 @@ def _own_files(
         if rank == group.rank:
             matrices = {}
             for name, pairs in state.spectra.items():
-                vectors, shift = pairs.vectors, 0
+                vectors: Basis = pairs.vectors
+                shift = 0
                 if isinstance(vectors, ShardedVectors):
-                    vectors, shift = vectors.part, vectors.space.own.start
+                    shift = vectors.space.own.start
+                    vectors = vectors.part
                 matrices[name] = _rounded(vectors, start - shift, stop - shift, types[name])
             yield number, len(files), matrices, start, stop
 
@@ -168,11 +170,9 @@ def _blocks(vectors: Basis, start: int, stop: int) -> Iterator[slice]:
 def _measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
     """Measure what eigenvectors Q lose when they are stored as Q̃, rounded to a type.
 
-    Returns:
-        `norm`: ‖Q̃ − Q‖₂, which no projection of a vector f is further off than, times ‖f‖;
-        `orthogonality`: the largest entry of |Q̃Q̃ᵀ − I|. Empty where nothing is lost.
-
-    Cost: 4·K²·P operations; memory: a block of columns three times.
+    `norm` is ‖Q̃ − Q‖₂, which no projection of a vector f is further off than, times ‖f‖;
+    `orthogonality` the largest entry of |Q̃Q̃ᵀ − I|. Empty where nothing is lost. Cost: 4·K²·P
+    operations; memory: a block of columns three times.
     """
     if torch.promote_types(dtype, vectors.dtype) == dtype:
         return {}
@@ -201,9 +201,8 @@ def _head_of(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header of a fit, and all of its tensors but the eigenvectors.
 
-    Args:
-        types: the types that eigenvectors are stored in, where the header reports them.
-        losses: what they lose by that (see `_measured_loss`).
+    `types`, where they are reported, are those that eigenvectors are stored in, and `losses` what
+    is lost by that.
     """
     space, behaviour = state.network.parameters, state.behaviour
     statistics = {name: dict(pairs.statistics) for name, pairs in state.spectra.items()}
@@ -253,17 +252,15 @@ def _head_of(
     return header, tensors
 
 
-def load_state(
-    build: Callable[..., Any],
+def read_fields(
     path: Any,
     model: torch.nn.Module,
     check_weights: bool,
     device: torch.device | str | None,
     memory_budget: int | None,
     offload: bool | None,
-    progress: bool,
-) -> Any:
-    """Read a fit; the arguments are those of `deltabars.load`, and the class to build."""
+) -> dict[str, Any]:
+    """Read the fields of a fit, by name; the arguments are those of `deltabars.load`."""
     model = plain_model(model)
     source = Path(path)
     header, tensors, parts = read_settled(source, lambda: storage.read_fit(source))
@@ -309,22 +306,20 @@ def load_state(
     spectra = {name: pairs.to(network.device) for name, pairs in spectra.items()}
     if not _stays_in_files(offload, spectra, memory_budget, network.device):
         spectra = {n: replace(pairs, vectors=whole(pairs.vectors)) for n, pairs in spectra.items()}
-    return build(
-        estimator=header["estimator"],
-        prior=Prior(header["l2"], header.get("level", header["l2"]), scales),
-        num_examples=header["num_examples"],
-        num_outputs=header["num_outputs"],
-        spectra=spectra,
-        diagnostics=header["diagnostics"],
-        likelihood=likelihood,
-        network=replace(network, scales=scales),
-        signature=signature,
-        weights=header["weights"],
-        behaviour=behaviour,
-        memory_budget=memory_budget,
-        progress=progress,
-        known_overlap=None if overlap is None else overlap.to(network.device),
-    )
+    return {
+        "estimator": header["estimator"],
+        "prior": Prior(header["l2"], header.get("level", header["l2"]), scales),
+        "num_examples": header["num_examples"],
+        "num_outputs": header["num_outputs"],
+        "spectra": spectra,
+        "diagnostics": header["diagnostics"],
+        "likelihood": likelihood,
+        "network": replace(network, scales=scales),
+        "signature": signature,
+        "weights": header["weights"],
+        "behaviour": behaviour,
+        "known_overlap": None if overlap is None else overlap.to(network.device),
+    }
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -336,49 +331,38 @@ def _check_header(header: Mapping[str, Any]) -> None:
     """Refuse a header whose entries are of other kinds than those of a fit.
 
     Raises:
-        KeyError, ValueError: an entry is missing, or has a value that no fit has.
+        KeyError, ValueError, TypeError, AttributeError: that, or an entry is missing.
     """
-    for name in ("num_examples", "num_outputs"):
-        _expect(_is_whole(header[name]) and header[name] > 0, name)
-    for name, kind in {
-        "estimator": str, "dtype": str, "weights": str, "parameters": list,
-        "diagnostics": dict, "statistics": dict, "inputs": dict,
-    }.items():  # fmt: skip
-        _expect(isinstance(header[name], kind), name)
-    names = [entry["name"] for entry in header["parameters"]]
-    _expect(all(isinstance(name, str) for name in names), "parameters")
-    _expect(0 < len(names) == len(set(names)), "parameters")
-    for entry in header["parameters"]:
-        _expect(_is_shape(entry["shape"]) and all(entry["shape"]), "parameters")
+    parameters, inputs, behaviour = header["parameters"], header["inputs"], header.get("behaviour")
+    own = [entry["name"] for entry in parameters]
     given, scales = header["l2"], header.get("scales", {})
-    levels = given.values() if isinstance(given, dict) else [given]
-    _expect(isinstance(scales, dict) and set(scales) in (set(), set(names)), "scales")
-    numbers = [*levels, header.get("level", given), *scales.values()]
-    _expect(all(_is_real(number) and number > 0 for number in numbers), "l2")
-    for found in header["statistics"].values():
-        scalars = (isinstance(value, str | int | float | None) for value in found.values())
-        _expect(all(scalars), "statistics")
-    inputs, behaviour = header["inputs"], header.get("behaviour")
-    names, count = inputs["names"], len(_list(inputs["dtypes"]))
-    named = names is None or (len(_list(names)) == count and all(map(_is_argument, names)))
-    _expect(named and all(isinstance(t, str) and t in _TYPES for t in inputs["dtypes"]), "inputs")
-    shapes = _list(inputs["shapes"])
-    _expect(len(shapes) == count, "inputs")
-    _expect(all(shape is None or _is_shape(shape) for shape in shapes), "inputs")
-    if behaviour is not None:
-        found, noted = _list(behaviour["ranges"]), behaviour["tensors"].values()
-        _expect(len(found) in (0, count), "behaviour")
-        for (shape, low, high), like in zip(found, shapes, strict=False):
-            right = _is_shape(shape) and like in (None, shape) and _is_real(low) and _is_real(high)
-            _expect(right, "behaviour")
-        _expect(sum(COUNT * math.prod(each[0]) for each in found) <= MOST_NUMBERS, "behaviour")
-        _expect(all(len(_list(each)) == 3 and all(map(_is_real, each)) for each in noted), "tensors")
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("a list is expected")
-    return value
+    levels = [*(given.values() if isinstance(given, dict) else [given]), *scales.values()]
+    names, types, shapes = inputs["names"], inputs["dtypes"], inputs["shapes"]
+    ranges, noted = ([], {}) if behaviour is None else (behaviour["ranges"], behaviour["tensors"])
+    statistics = [value for found in header["statistics"].values() for value in found.values()]
+    for what, holds in {
+        "num_examples": _is_whole(header["num_examples"]) and header["num_examples"] > 0,
+        "num_outputs": _is_whole(header["num_outputs"]) and header["num_outputs"] > 0,
+        "weights": isinstance(header["weights"], str),
+        "diagnostics": isinstance(header["diagnostics"], dict),
+        "statistics": all(isinstance(value, str | int | float | None) for value in statistics),
+        "parameters": 0 < len(own) == len(set(own))
+        and all(_is_shape(entry["shape"]) and all(entry["shape"]) for entry in parameters),
+        "scales": set(scales) in (set(), set(own)),
+        "l2": all(_is_real(each) and each > 0 for each in [*levels, header.get("level", 1.0)]),
+        "inputs": len(types) == len(shapes)
+        and (names is None or (len(names) == len(types) and all(map(_is_argument, names))))
+        and all(isinstance(each, str) and each in _TYPES for each in types)
+        and all(shape is None or _is_shape(shape) for shape in shapes),
+        "behaviour": len(ranges) in (0, len(types))
+        and all(
+            _is_shape(shape) and like in (None, shape) and _is_real(low) and _is_real(high)
+            for (shape, low, high), like in zip(ranges, shapes, strict=False)
+        )
+        and sum(COUNT * math.prod(shape) for shape, _, _ in ranges) <= MOST_NUMBERS
+        and all(len(each) == 3 and all(map(_is_real, each)) for each in noted.values()),
+    }.items():
+        _expect(holds, what)
 
 
 def _is_argument(name: Any) -> bool:
@@ -390,7 +374,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return len(_list(value)) <= _MOST_DIMENSIONS and all(map(_is_whole, value))
+    few = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
+    return few and all(map(_is_whole, value))
 
 
 def _is_real(value: Any) -> bool:
@@ -404,11 +389,9 @@ def _check_pairs(name: str, pairs: EigenPairs, size: int) -> None:
     There are K finite values in descending order, as many unit vectors of `size`, of which some
     are tested for orthogonality, and bounds of residuals from zero on.
 
-    Raises:
-        ValueError: they are not.
     """
     count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
-    _expect(0 < count and count + lower <= size, f"{name}.values")
+    _expect(count > 0 and count + lower <= size, f"{name}.values")
     for field in _SMALL:
         tensor: Tensor = getattr(pairs, field)
         _expect(tensor.shape == (lower if "smallest" in field else count,), f"{name}.{field}")
@@ -444,12 +427,9 @@ def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour 
         return None
     real = outputs.ndim == 2 and outputs.dtype == torch.float64
     _expect(real and bool(outputs.isfinite().all()), "behaviour")
-    return Behaviour(
-        tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"]),
-        outputs,
-        _COMPUTED[raw["dtype"]],
-        {name: tuple(found) for name, found in raw["tensors"].items()},
-    )
+    ranges = tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"])
+    noted = {name: tuple(found) for name, found in raw["tensors"].items()}
+    return Behaviour(ranges, outputs, _COMPUTED[raw["dtype"]], noted)
 
 
 def _stays_in_files(
@@ -509,9 +489,8 @@ def _check_function(
     """Refuse a model that computes something else with the same weights."""
     if behaviour is None:
         warn(
-            f"{path} was written by an earlier version, which noted the weights alone: expected to "
-            "compare the model's code, plain tensors and unsaved buffers with those of the fit, "
-            "got nothing to compare with. Save the fit again to have it noted.",
+            f"{path}: expected what the model computes, to compare it with this one, got a file of "
+            "an earlier version, which noted the weights alone. Save the fit again.",
             ModelWarning,
         )
         return
@@ -519,7 +498,6 @@ def _check_function(
     if difference:
         raise WeightsMismatchError(
             f"{path} was fitted to a model of the same weights that computes something else: "
-            f"{difference}. Build the model as it was for the fit: its code, its buffers that are "
-            "not saved, its plain tensors; or pass check_weights=False to use its curvature with "
-            "this one."
+            f"{difference}. Build the model as it was for the fit, with its unsaved buffers and "
+            "plain tensors; or pass check_weights=False to use its curvature with this one."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataWarning, ModelError, option
-from deltabars.fitting.checkpoints import Checkpoint, Session, opened
-from deltabars.fitting.describe import distance_from_optimum, interval_reach
+from deltabars.fitting.checkpoints import Checkpoint, Session, identity_of, opened
+from deltabars.fitting.describe import distance_from_optimum, interval_reach, manifest
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe
 from deltabars.fitting.hyperparameters import with_settled_noise
-from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.options import Deadline, FitOptions
 from deltabars.fitting.solving import solve
 from deltabars.likelihoods.base import Likelihood
@@ -29,7 +29,7 @@ from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.losses import Loss
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
@@ -48,7 +48,7 @@ def fit(
     model: torch.nn.Module,
     data: Any,
     *,
-    l2: L2,
+    l2: L2Rates,
     estimator: str = DEFAULT_ESTIMATOR,
     rank: int | str | None = None,
     tolerance: float | None = None,
@@ -185,7 +185,7 @@ def fit(
     model = plain_model(model)
     options.check_for(model, params, l2)
     deadline = Deadline(options.max_seconds, group)
-    with opened(checkpoint, group) as session:
+    with nullcontext() if checkpoint is None else opened(checkpoint, group) as session:
         resumed = None if session is None else session.memory_budget
         with Progress("Reading the data", None, "example", progress) as bar:
             problem = Problem(
@@ -220,7 +220,7 @@ def _check_weights(problem: Problem) -> None:
 
 def _describe_problem(problem: Problem, options: FitOptions, seconds: float) -> dict[str, Any]:
     """Return what is known of the problem before anything is solved."""
-    record = manifest(problem, options)
+    record = manifest(problem, options.as_json())
     return {
         "manifest": record,
         "mean_loss": problem.mean_loss,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS, build_covariance
+from deltabars.covariance import build_covariance
+from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
-from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
-from deltabars.eigen.pairs import EigenPairs
+from deltabars.eigen.pairs import OUT_OF_TIME, STOPPED, EigenPairs
 from deltabars.errors import ConvergenceWarning, DataError, option
 from deltabars.fitting.options import DEFAULT_TOLERANCE
 from deltabars.likelihoods.categorical import Categorical
@@ -163,7 +163,7 @@ class Probe:
 
 @dataclass
 class ProbeGrowth:
-    """Decide whether eigenpairs are enough for a probe (see `eigen.projected.Growth`).
+    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`).
 
     Attributes:
         estimator: whose error bars are computed.

@@ -22,12 +22,12 @@ from deltabars.covariance.tail import warn_about_spectrum
 from deltabars.errors import BadValueError
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 
 State = TypeVar("State", bound=FittedState)
 
 
-def with_l2(state: State, l2: L2) -> State:
+def with_l2(state: State, l2: L2Rates) -> State:
     """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
     prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
     shift = prior.level - state.level

@@ -14,7 +14,7 @@ from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
 from deltabars.eigen.pairs import check_rank, is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.problem.parameters import ParameterSpace, Selection
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.distributed import Group
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
@@ -130,7 +130,7 @@ class FitOptions:
         """Whether the rank is chosen by a probe."""
         return self.rank == "auto"
 
-    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2) -> None:
+    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2Rates) -> None:
         """Refuse what is wrong for a model whatever the data are, before these are read."""
         space = ParameterSpace.select(model, params)
         Prior.read(l2, space)

@@ -11,18 +11,20 @@ from typing import Any
 import deltabars.eigen as eigen
 from deltabars.curvature.base import CurvatureOperator, RowOperator
 from deltabars.curvature.hessian import HessianOperator
-from deltabars.eigen.audit import audit, warn_of_audit
-from deltabars.eigen.basis import default_block_size
-from deltabars.eigen.krylov import ROWS_LEFT, STOPPED, OnStep
+from deltabars.eigen.basis import default_block_size, fewest
 from deltabars.eigen.pairs import (
     PRODUCT_ROUNDING,
+    ROWS_LEFT,
     SKEW,
+    STOPPED,
     EigenPairs,
+    OnStep,
+    audit,
     embed,
     residual_tolerance,
+    warn_of_audit,
     warn_unconverged,
 )
-from deltabars.eigen.projected import fewest
 from deltabars.errors import CheckpointMismatchError, ConvergenceWarning, option
 from deltabars.fitting.checkpoints import MatrixCheckpoint
 from deltabars.fitting.forecast import Forecast

@@ -15,8 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS, build_covariance
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance import build_covariance
+from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import Covariance
 from deltabars.covariance.tail import Defects
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs
@@ -25,7 +26,7 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.inputs import Signature
 from deltabars.problem.network import Network
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.vectors import products
 
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
@@ -87,7 +88,7 @@ class FittedState:
         return self.network.parameters.size
 
     @property
-    def l2(self) -> L2:
+    def l2(self) -> L2Rates:
         """λ as it was given: a number, or numbers by name pattern."""
         return self.prior.given
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance.estimators import Covariance
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.hyperparameters import noises_at, with_l2
 from deltabars.fitting.state import FittedState
@@ -24,7 +24,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
 from deltabars.problem.batches import iterate, labelled
-from deltabars.problem.prior import L2, scaled
+from deltabars.problem.prior import L2Rates, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
@@ -132,7 +132,7 @@ class Tuning:
     """
 
     method: str
-    l2: L2
+    l2: L2Rates
     fit: Any
     fitted_level: float
     levels: Tensor

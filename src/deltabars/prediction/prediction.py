@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Spread
+from deltabars.covariance.estimators import Spread
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.prediction.averaging import Moderated
 from deltabars.prediction.display import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance.estimators import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import cotangents, sensitivities
 from deltabars.errors import DataError

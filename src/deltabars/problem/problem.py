@@ -25,7 +25,7 @@ from deltabars.problem.data import TrainingData
 from deltabars.problem.inputs import Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.runtime.vectors import Spaces
@@ -144,7 +144,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2 | Prior | None = None,
+        l2: L2Rates | Prior | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -240,7 +240,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts
             lambda entry: _of_index(folder / entry[0], entry[1]), [(HEAD, digest), *entries]
         )
     parts: dict[str, list[Part]] = {}
-    done, kinds = 0, set()
+    done: Any = 0
+    kinds = set()
     for (name, _), (header, mapped) in zip(entries, files, strict=True):
         found, stop = _parts(mapped, done), header.get("stop")
         whole = len(found) == len(mapped) and all(part.stop == stop for part in found.values())

@@ -30,6 +30,7 @@ T = TypeVar("T")
 _DRAFT = ".deltabars-"
 _NEW = 60.0  # seconds: the owner of a younger draft may not have locked it yet
 _READINGS, _NAP = 50, 0.01  # of a folder that is being replaced, and seconds between them
+_READINGS_OF_NOTHING = 3  # between the removal of the old folder and the new one
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _HELD: set[int] = set()
 
@@ -244,7 +245,8 @@ def read_settled(path: Path, read: Callable[[], T]) -> T:
         try:
             found = read()
         except StorageError:
-            if not left or not (_stamp(path) != before or (before is None and _has_draft(path))):
+            absent = before is None and left > _READINGS - _READINGS_OF_NOTHING
+            if not left or (_stamp(path) == before and not absent):
                 raise
         else:
             if not left or _stamp(path) == before:
@@ -258,14 +260,6 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
         found = path.stat()
         return found.st_dev, found.st_ino, found.st_mtime_ns
     return None
-
-
-def _has_draft(path: Path) -> bool:
-    """Return whether a folder is about to be replaced."""
-    with suppress(OSError, ValueError):
-        names = os.listdir(path.parent)
-        return any(is_draft(name) and name.endswith(f"-{path.name}") for name in names)
-    return False
 
 
 def check_can_write(path: Path, option: str) -> None:

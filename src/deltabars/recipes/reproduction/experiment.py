@@ -17,8 +17,7 @@ from torch import Tensor
 
 from deltabars.errors import BadValueError
 from deltabars.fitting.fit import fit
-from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import DeltaFit, load
 from deltabars.problem.network import fingerprint
 from deltabars.recipes.paper import (
     L2,
