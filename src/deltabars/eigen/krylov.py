@@ -36,12 +36,10 @@ from deltabars.eigen.pairs import (
     IsOver,
     OnStep,
     Products,
-    as_products,
     check_rank,
     check_tolerance,
     default_tolerance,
     is_whole,
-    lower_scale,
     residual_scale,
     warn_unconverged,
 )
@@ -56,6 +54,7 @@ _ROOM_FOR_ONE = 16  # vectors
 # So many restarts, and products for so many bases: three times the longest lull seen.
 _RESTARTS, _BASES = 200, 40
 _LESS = 0.9
+_NO_LIMIT = 2**62  # products
 
 
 def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
@@ -65,12 +64,12 @@ def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
     is probed for copies of repeated eigenvalues, which the start vector cannot see.
 
     Args:
-        operator: a symmetric matrix (see `eigen.pairs.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         options: those of `block_krylov`, but for `block_size`, which is 1.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
-    and two blocks, the result included); m²P operations for m steps.
+    and two blocks, the result included); m²P operations for m products.
 
     Example:
         >>> import torch
@@ -99,11 +98,10 @@ def block_krylov(
 ) -> EigenPairs:
     """Compute the `rank` algebraically largest eigenpairs, by block Lanczos.
 
-    More products than `lanczos`, in blocks: faster where many vectors cost little more than one
-    (a kept Jacobian).
+    More products than `lanczos`, in blocks: faster where many vectors cost little more than one.
 
     Args:
-        operator: a symmetric matrix (see `eigen.pairs.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         block_size: a tenth of the rank by default, between 2 and 100.
         smallest: how many eigenvalues of the lower end must converge as well.
@@ -123,36 +121,34 @@ def block_krylov(
             by then are returned, at least one, and the state is saved.
     """
     block_size = default_block_size(rank) if block_size is None else block_size
-    if block_size < 1:
-        raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    matrix = as_products(operator)
+    matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
-    if smallest < 0 or rank + smallest > size:
-        raise BadValueError(f"smallest: expected 0 to {size - rank} (P − rank), got {smallest}.")
     limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
     check_tolerance(limit, matrix.dtype)
-    budget = 2**62 if max_products is None else max_products
-    fewest = min(-(-rank // block_size) * block_size, size)
-    if budget < fewest and growth is None:
-        raise BadValueError(
-            f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
-        )
+    budget = _NO_LIMIT if max_products is None else max_products
     room = size if max_vectors is None else max_vectors
-    least_room = (rank + smallest if growth is None else 0) + 2 * block_size
-    if not is_whole(room) or room < min(least_room, size):
-        raise BadValueError(
-            f"max_vectors: expected a whole number from {least_room} on (the pairs and two blocks "
-            f"of {block_size}), got {room!r}."
-        )
+    blocks = min(-(-rank // max(1, block_size)) * block_size, size)
+    pairs_and_two_blocks = (rank + smallest if growth is None else 0) + 2 * block_size
+    for name, value, least, most in (
+        ("block_size", block_size, 1, _NO_LIMIT),
+        ("smallest", smallest, 0, size - rank),
+        ("max_products", budget, blocks if growth is None else 1, _NO_LIMIT),
+        ("max_vectors", room, min(pairs_and_two_blocks, size), _NO_LIMIT),
+    ):
+        if not is_whole(value) or not least <= value <= most:
+            end = "on" if most == _NO_LIMIT else f"to {most}"
+            raise BadValueError(
+                f"{name}: expected a whole number from {least} {end} for {rank} of P = {size} "
+                f"pairs in blocks of {block_size}, got {value!r}."
+            )
     generator = torch.Generator().manual_seed(seed)
     run = Run(matrix, generator, limit, budget, room, on_step, is_over)
     if checkpoint is not None:
         run.journal = Journal(checkpoint, matrix, generator, growth)
-    if run.journal is not None and run.journal.found is not None:
-        pairs, run.restarts = run.journal.found, run.journal.restarts
-    else:
-        pairs = run.largest(rank, block_size, smallest, growth=growth)
+        run.restarts = run.journal.restarts
+    found = None if run.journal is None else run.journal.found
+    pairs = found or run.largest(rank, block_size, smallest, growth=growth)
     if not run.is_stopped and bool((pairs.residuals <= limit).all()):
         pairs = with_missed_copies(run, pairs)
     statistics = {
@@ -230,8 +226,8 @@ class Run:
         basis = Basis(space, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
         followed = None if growth is None else Followed(growth, space)
         projected = Projected(device, space)
-        room = space.size - (0 if locked is None else locked.shape[0])
-        block_size = min(block_size, room)
+        room = space.size - (0 if locked is None else len(locked))
+        block_size, aim = min(block_size, room), _MARGIN * self.tolerance
         saved = None
         if self.journal is not None:
             saved = self.journal.resume(basis, projected, followed, block_size)
@@ -264,24 +260,25 @@ class Run:
             if basis.rows >= at.next_check or last or full:
                 ritz = projected.ritz()
                 at.least = min(at.least, float(ritz.values[0]))
-                aim = _MARGIN * self.tolerance
-                at.converged, finished = ritz.converged(rank, smallest, aim)
+                at.converged, count = int((ritz.residuals.flip(0)[:rank] <= aim).sum()), None
+                distance = ritz.distance(rank, smallest, aim)
                 if followed is not None:
-                    at.converged = ritz.leading(aim)
-                    found = followed.fewest(ritz, min(at.converged, rank))
-                    if found is not None or full or last:
-                        count = found or max(1, min(at.converged, rank))
-                        return _found_pairs(basis, ritz, count, at.least, self.tolerance)
-                elif finished or last:
-                    return _found_pairs(basis, ritz, rank, at.least, self.tolerance)
+                    at.converged = min(ritz.leading(aim), rank)
+                    count = followed.fewest(ritz, at.converged)
+                    if full or last:
+                        count = count or max(1, at.converged)
+                elif (
+                    last
+                    or distance == 0
+                    or (full and at.stands_still(distance, self.matrix.products, self.max_vectors))
+                ):
+                    count = rank
+                if count is not None:
+                    return _found_pairs(basis, ritz, count, at.least, self.tolerance)
                 if full:
-                    distance = ritz.distance(rank, smallest, aim)
-                    if at.stands_still(distance, self.matrix.products, self.max_vectors):
-                        return _found_pairs(basis, ritz, rank, at.least, self.tolerance)
                     kept = _to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
-                    at.restarts += 1
-                    self.restarts = at.restarts
+                    at.restarts = self.restarts = at.restarts + 1
                 at.next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
             if self.on_step is not None:
                 self.on_step(self.matrix.products, at.converged)
@@ -289,7 +286,7 @@ class Run:
                 self.journal.save(basis, projected, block, asdict(at))
             if self.is_over is not None and self.is_over():
                 ritz = projected.ritz()
-                converged = min(ritz.leading(_MARGIN * self.tolerance), rank)
+                converged = min(ritz.leading(aim), rank)
                 if converged:
                     self.is_stopped = True
                     if self.journal is not None:
@@ -320,17 +317,15 @@ def _found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: f
     """
     values = ritz.values.flip(0)[:rank]
     basis.keep(ritz.coordinates.flip(1)[:, :rank])
-    residuals = ritz.norms.flip(0)[:rank] / residual_scale(values)
-    rest = ritz.values.shape[0] - values.shape[0]
-    lower, lower_norms = ritz.values[:rest], ritz.norms[:rest]
-    lower_residuals = lower_norms / lower_scale(lower, values[:1].expand_as(lower))
+    rest = len(ritz.values) - len(values)
+    lower, lower_residuals = ritz.values[:rest], ritz.residuals[:rest]
     known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
     vectors = basis.take()
     device = vectors.device
     return EigenPairs(
         values.to(device),
         vectors,
-        residuals.to(device),
+        ritz.residuals.flip(0)[:rank].to(device),
         lower[:known].to(device),
         lower_residuals[:known].to(device),
         {LEAST_RITZ: least},
@@ -340,10 +335,9 @@ def _found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: f
 def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
     """Search outside the pairs for eigenvalues larger than the last, and insert them.
 
-    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
-    further copies of a repeated one are only found by chance. A few steps from a random start,
-    orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds, so
-    what they show is there.
+    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue. A few
+    steps from a random start, orthogonal to the pairs, bring up further copies of repeated ones;
+    Ritz values are lower bounds, so what they show is there.
     """
     rank = len(pairs)
     beside = max(run.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
@@ -399,8 +393,8 @@ def arpack(
     """Compute the `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
 
     ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
-    `rank` further products. Copies of repeated eigenvalues, which its start vector cannot see, are
-    looked for as `lanczos` does. Arguments as for `lanczos`. The rank must be below P.
+    `rank` further products. Copies of repeated eigenvalues are searched as by `lanczos`. Arguments
+    as for `lanczos`; the rank must be below P.
     """
     try:
         from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
@@ -408,7 +402,7 @@ def arpack(
         raise MissingDependencyError(
             "solver 'arpack' needs SciPy: pip install 'deltabars[scipy]'."
         ) from error
-    matrix = as_products(operator)
+    matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
     if rank >= size:
@@ -424,17 +418,16 @@ def arpack(
             on_step(matrix.products, 0)
         return image.reshape(-1).cpu().numpy()
 
-    kind = torch.empty(0, dtype=matrix.dtype).numpy().dtype
     generator = torch.Generator().manual_seed(seed)
-    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype)
+    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype).numpy()[0]
     steps = min(size, max(2 * rank + 1, 20))
     restarts = None if max_products is None else max(1, max_products // (steps - rank))
     try:
         values, columns = eigsh(
-            LinearOperator(matrix.shape, matvec=matvec, dtype=kind),
+            LinearOperator(matrix.shape, matvec=matvec, dtype=start.dtype),
             k=rank,
             which="LA",
-            v0=start.reshape(-1).numpy(),
+            v0=start,
             tol=limit,
             ncv=steps,
             maxiter=restarts,
@@ -446,20 +439,13 @@ def arpack(
         ) from error
     except ArpackError as error:
         raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error
-    ascending = torch.from_numpy(values).to(matrix.device, torch.float64)
-    largest = ascending.flip(0).contiguous()
+    largest = torch.from_numpy(values).to(matrix.device, torch.float64).flip(0)
     vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()
     norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
     pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
-    budget = 2**62 if max_products is None else max_products
-    run = Run(matrix, generator, limit, budget, size)
+    run = Run(matrix, generator, limit, max_products or _NO_LIMIT, size)
     pairs = with_missed_copies(run, pairs)
-    statistics: dict[str, int | float | str] = {
-        "solver": "arpack",
-        "products": matrix.products,
-        "converged": rank,
-        "tolerance": limit,
-    }
-    pairs = replace(pairs, statistics=statistics)
+    counts = {"products": matrix.products, "converged": rank, "tolerance": limit}
+    pairs = replace(pairs, statistics={"solver": "arpack", **counts})
     warn_unconverged(pairs, 10 * limit)  # ARPACK's test and ours differ by the rounding of A
     return pairs
