@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import load
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import SMALL, PaperNetwork, paper_network
 from deltabars.recipes.summary import line as summary_line

@@ -28,8 +28,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.folders import Preparation
-from deltabars.cli.sources.models import NamedModel
-from deltabars.cli.sources.weights import read_weights
+from deltabars.cli.sources.models import NamedModel, read_weights
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,

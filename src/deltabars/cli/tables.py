@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 from torch import Tensor
 
-from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.errors import BadValueError, library
 from deltabars.prediction.prediction import ONE_AN_INPUT, ONE_AN_OUTPUT, Prediction
 from deltabars.storage.writing import write_whole
 
@@ -36,12 +35,6 @@ def columns_of(
     Columns of a class end in its name, or its number; where names would give two columns one name
     (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
     classes were asked for, they end in the index among these, and `class_0`, … say which they are.
-
-    Args:
-        prediction: B inputs.
-        names: of the inputs, (B,).
-        targets: (B,) or (B, C), where they are known.
-        classes: names of all outputs, which stand in place of numbers.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}
@@ -93,15 +86,6 @@ def plain_rows(columns: Columns) -> list[dict[str, Any]]:
     """Return a table's rows as JSON has them: what is not finite is None."""
     lists = [_plain(values) for values in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
-
-
-def library(name: str, extra: str) -> Any:
-    """Return a library that an extra of deltabars installs, or refuse with that extra."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        wanted = f"pip install 'deltabars[{extra}]'"
-        raise MissingDependencyError(f"This needs {name.split('.')[0]}: {wanted}.") from error
 
 
 def pyarrow() -> Any:

@@ -23,8 +23,7 @@ from torch.nn.utils import vector_to_parameters
 
 from deltabars.errors import BadValueError
 from deltabars.fitting.fit import fit
-from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import DeltaFit, load
 from deltabars.problem.network import fingerprint
 from deltabars.recipes import summary
 from deltabars.recipes.paper import (
