@@ -33,7 +33,7 @@ from deltabars.errors import (
     FormatVersionError,
     StorageError,
 )
-from deltabars.fitting.growth import ProbeGrowth
+from deltabars.eigen.basis import Growth
 from deltabars.fitting.identity import check_same
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ran_out
@@ -229,7 +229,7 @@ class MatrixCheckpoint:
         self._save({"finished": False}, state)
 
     def finished(
-        self, device: torch.device, growth: ProbeGrowth | None
+        self, device: torch.device, growth: Growth | None
     ) -> tuple[EigenPairs, dict[str, Any]] | None:
         """Return its eigenpairs and their diagnostics, where they were found."""
         if self._state is None or not self._header.get("finished"):
@@ -250,7 +250,7 @@ class MatrixCheckpoint:
             ) from error
 
     def finish(
-        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: ProbeGrowth | None
+        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: Growth | None
     ) -> None:
         """Save its eigenpairs in place of all states."""
         tensors = {name: getattr(pairs, name) for name in _OF_PAIRS}
