@@ -15,7 +15,7 @@ from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.fitting.certifying import certify
-from deltabars.fitting.saving import MAX_FILE_SIZE, save
+from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
@@ -377,6 +377,51 @@ class DeltaFit(FittedState):
         if lost:
             notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
         return [*notes, f"effective parameters: {self.effective_parameters:.1f} in the K pairs"]
+
+
+def load(
+    path: Any,
+    model: torch.nn.Module,
+    *,
+    check_weights: bool = True,
+    device: torch.device | str | None = None,
+    memory_budget: int | None = None,
+    offload: bool | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
+
+    Args:
+        path: the file, or the folder of several.
+        model: the network, with the same weights.
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
+            the names and shapes of the parameters must agree, and the error bars are those of
+            the *given* weights under the fitted curvature.
+        device: where to compute; the model's own by default.
+        memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default they stay where they take more than three quarters of the memory budget. The
+            files are read through in either case, to see that they are whole.
+
+    Raises:
+        CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
+    """
+    fields = read_fields(path, model, check_weights, device, memory_budget, offload)
+    return DeltaFit(**fields, memory_budget=memory_budget, progress=progress)
 
 
 def _positive(values: Tensor) -> Tensor:
