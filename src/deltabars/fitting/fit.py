@@ -32,9 +32,8 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.likelihoods.losses import Loss, described, is_own
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.network import Behaviour
+from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
 from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere

@@ -22,7 +22,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
