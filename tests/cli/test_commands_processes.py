@@ -25,12 +25,12 @@ from deltabars.cli import options as table
 from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.errors import BadValueError, in_options, on_command_line, option
+from deltabars.fitting.files import DTYPES
 from deltabars.likelihoods.losses import LOSSES
 from deltabars.prediction.prediction import LEVELS
 from deltabars.prediction.ranking import CRITERIA
 from deltabars.problem.parameters import last_layer
 from deltabars.recipes.paper import RECIPES
-from deltabars.storage.shards import DTYPES
 from tests.scans import command, environment
 from tests.workshop import TEST, contents
 

@@ -26,9 +26,19 @@ from deltabars.errors import BadValueError, CorruptFileError, DataError, Storage
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.likelihoods.losses import described, is_own
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import Batch, as_tensors, batch_of, count_of, cut, is_fixed, iterate
-from deltabars.problem.data import is_dataset, loader_of
-from deltabars.problem.inputs import Signature, leaves
+from deltabars.problem.data import (
+    Batch,
+    Signature,
+    as_tensors,
+    batch_of,
+    count_of,
+    cut,
+    is_dataset,
+    is_fixed,
+    iterate,
+    leaves,
+)
+from deltabars.problem.sharding import loader_of
 from deltabars.runtime.distributed import current_group, same_everywhere
 from deltabars.runtime.progress import Progress
 from deltabars.runtime.vectors import group_of

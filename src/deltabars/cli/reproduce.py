@@ -9,10 +9,10 @@ from pathlib import Path
 from deltabars.cli.options import COUNTS
 from deltabars.cli.subject import compute_device, sayer
 from deltabars.errors import BadValueError
-from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
-from deltabars.recipes.reproduction.experiment import Options
-from deltabars.recipes.reproduction.pictures import reproduce
-from deltabars.recipes.reproduction.settings import Size, beside_published, paper_size, small_size
+from deltabars.recipes.paper import RECIPES, SMALL, Recipe, Size, blank_network, load_weights
+from deltabars.recipes.pictures import reproduce
+from deltabars.recipes.reproduction import Options
+from deltabars.recipes.summary import beside_published
 
 _NONE_OR_SEVERAL = ("bootstrap", "samples")
 _SEEDS = 2**31
@@ -52,7 +52,7 @@ def _out(options: argparse.Namespace) -> Path:
 
 def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
     """Return the paper's size or the small one, with the numbers that were given instead."""
-    size = small_size(recipe) if options.small else paper_size(recipe)
+    size = SMALL if options.small else recipe.size
     most = sum(parameter.numel() for parameter in blank_network(recipe).parameters())
     for name in COUNTS:
         key = name.replace("-", "_")

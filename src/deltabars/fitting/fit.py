@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
@@ -16,21 +22,20 @@ from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataWarning, ModelError, option, warn
-from deltabars.fitting.checkpoints import Checkpoint, Session, opened
+from deltabars.fitting.checkpoints import Checkpoint, Session, identity_of, opened
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe
-from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.solving import Deadline, Task, solve
 from deltabars.fitting.state import FitOptions, FittedState, off_optimum
 from deltabars.fitting.tuning import with_settled_noise
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.likelihoods.losses import Loss
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2Rates
+from deltabars.likelihoods.losses import Loss, described, is_own
+from deltabars.problem.network import Behaviour
+from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
+from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
@@ -217,7 +222,7 @@ def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, 
             f"examples out and uses the {problem.num_examples:,} others.",
             DataWarning,
         )
-    record = manifest(problem, options)
+    record = manifest(problem, options.as_json())
     found = {
         "manifest": record,
         "mean_loss": problem.mean_loss,
@@ -351,3 +356,52 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
         return 0.0
     squares = state.informative_examples * along[known].square() / values[known]
     return float((weights @ squares / weights.sum()).sqrt())
+
+
+def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
+
+    Returns:
+        Versions and the machine; `dtype`; `weights`, their fingerprint; `data`: their fingerprint
+        (in any order), their number and the form of the inputs; and `options`.
+    """
+    likelihood, device = problem.likelihood, problem.device
+    name = platform.processor() or platform.machine()
+    processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
+    cuda = device.type == "cuda"
+    record = {
+        "deltabars": VERSION,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if cuda else processor,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "threads": torch.get_num_threads(),
+        "dtype": str(problem.dtype),
+        "weights": problem.network.weights,
+        "data": {
+            "fingerprint": f"{problem.data.fingerprint:016x}",
+            "num_examples": problem.num_examples,
+            "inputs": asdict(problem.data.signature),
+        },
+        "options": {
+            **options,
+            "l2": problem.given_l2,
+            "params": problem.parameters.names,
+            "likelihood": described(likelihood)
+            if is_own(likelihood)
+            else type(likelihood).__name__,
+        },
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Convert what JSON does not know: NumPy has numbers of another type."""
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)

@@ -15,14 +15,14 @@ from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 from deltabars.fitting.certifying import certify
-from deltabars.fitting.saving import MAX_FILE_SIZE, save
+from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -294,20 +294,33 @@ class DeltaFit(FittedState):
         """Draw the eigenvalues against their index into `ax`, or a new figure; return the Axes.
 
         Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        Dots behind it are those of the Hessian's lower end, where the fit has computed some.
         """
         axes, beyond = axes_or_new(ax), self.rank + 0.5
         for name, pairs in self.spectra.items():
-            values = pairs.values.detach().cpu().double()
-            count, last = len(values), float(values[-1])
-            index, magnitudes = torch.arange(1, count + 1).numpy(), values.abs().numpy()
-            (line,) = axes.plot(index, magnitudes, label=name, marker=marker_for(count))
+            lower = pairs.smallest.cpu().flip(0)  # its last one has the index P
+            lower = lower if name == "hessian" else lower[:0]  # that of the others is λ
+            values = torch.cat([pairs.values.detach().cpu().double(), lower])
+            count, last = len(pairs), float(pairs.values[-1])
+            left, end = self.num_parameters - len(values), count * (1 + _GAP) + 1
+            index, magnitudes = torch.arange(1.0, len(values) + 1), values.abs().numpy()
+            index[count:] += end - count if left else 0.0  # beyond the gap
+            upper, at = slice(count), index.numpy()
+            (line,) = axes.plot(at[upper], magnitudes[upper], label=name, marker=marker_for(count))
             color, negative = line.get_color(), (values < 0).numpy()
+            if len(lower):
+                label, most = f"{name}, the {len(lower):,} smallest", float(index[-1])
+                axes.plot(at[count:], magnitudes[count:], ".", color=color, label=label)
+                beyond = max(beyond, most + 0.5)
+            if len(lower) and left:
+                axes.xaxis.set_major_formatter(
+                    lambda x, _, k=count, p=most: f"{x:g}" if x <= k else f"P − {p - x:.0f}"
+                )
             if negative.any():
                 axes.plot(
-                    index[negative], magnitudes[negative], linestyle="none", marker="x",
+                    at[negative], magnitudes[negative], linestyle="none", marker="x",
                     color=color, label=f"{name}, negative",
                 )  # fmt: skip
-            left, end = self.num_parameters - count, count * (1 + _GAP) + 1
             if left and last > 0:
                 beyond = max(beyond, end)
                 axes.fill_between(
@@ -377,6 +390,51 @@ class DeltaFit(FittedState):
         if lost:
             notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
         return [*notes, f"effective parameters: {self.effective_parameters:.1f} in the K pairs"]
+
+
+def load(
+    path: Any,
+    model: torch.nn.Module,
+    *,
+    check_weights: bool = True,
+    device: torch.device | str | None = None,
+    memory_budget: int | None = None,
+    offload: bool | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
+
+    Args:
+        path: the file, or the folder of several.
+        model: the network, with the same weights.
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
+            the names and shapes of the parameters must agree, and the error bars are those of
+            the *given* weights under the fitted curvature.
+        device: where to compute; the model's own by default.
+        memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default they stay where they take more than three quarters of the memory budget. The
+            files are read through in either case, to see that they are whole.
+
+    Raises:
+        CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
+    """
+    fields = read_fields(path, model, check_weights, device, memory_budget, offload)
+    return DeltaFit(**fields, memory_budget=memory_budget, progress=progress)
 
 
 def _positive(values: Tensor) -> Tensor:
