@@ -59,7 +59,7 @@ def left_out(problem: Problem, name: str, rows) -> list[int]:
     shape = problem.network.trained[name].shape
     reached = torch.zeros(problem.num_parameters, dtype=torch.bool)
     reached[problem.reached] = True
-    part = reached[problem.parameters.places[name]].view(shape[0], -1)
+    part = reached[problem.parameters.slices[name]].view(shape[0], -1)
     return [row for row in rows if not bool(part[row].any())]
 
 

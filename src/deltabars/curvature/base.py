@@ -13,7 +13,7 @@ from torch import Tensor
 from deltabars.curvature.layers import kept_parts
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, chunk_within, share

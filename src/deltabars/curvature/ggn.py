@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltabars.curvature.base import RowOperator
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 
 
 class GGNOperator(RowOperator):

@@ -20,8 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from deltabars.curvature.layers import Factors, Footprint, Part, joined, kept_parts
 from deltabars.curvature.recorder import Recorder
 from deltabars.curvature.singles import ROUNDING, UNSUPPORTED, Singles, agree, total_norm
-from deltabars.problem.behaviour import check_independence
-from deltabars.problem.inputs import Inputs, leaves, map_leaves
+from deltabars.problem.data import Inputs, leaves, map_leaves
 from deltabars.problem.network import Network
 from deltabars.runtime.memory import ran_out
 
@@ -237,7 +236,7 @@ class Pullback:
             names = [name for name in self.network.trained if name not in rest]
             passed = self._pass(inputs, cotangents, names, again)
             if not again:
-                check_independence(self.network, inputs, passed.outputs, closely=passed.is_mixed)
+                self.network.check_independence(inputs, passed.outputs, closely=passed.is_mixed)
             if not passed.lost:
                 break
             self._rests[shape] = (*rest, *passed.lost)

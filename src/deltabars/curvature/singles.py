@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import ModelWarning, first_line, option
-from deltabars.problem.inputs import Inputs, map_leaves
+from deltabars.problem.data import Inputs, map_leaves
 from deltabars.problem.network import Network
 from deltabars.runtime.memory import ran_out
 from deltabars.runtime.precision import without_noise
