@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from deltabars import Problem
 from deltabars.curvature.hessian import HessianOperator
@@ -17,16 +16,6 @@ from tests.problem.test_odd_models import exact
 from tests.problem.test_private import DATA, INPUTS, fit
 
 EXACT = {"rtol": 0, "atol": 1e-9}
-
-
-def reentrant(net, x):
-    hidden = checkpoint(lambda h: net.b(h).tanh(), net.a(x).tanh(), use_reentrant=True)
-    return net.c(hidden)
-
-
-def not_reentrant(net, x):
-    hidden = checkpoint(lambda h: net.b(h).tanh(), net.a(x).tanh(), use_reentrant=False)
-    return net.c(hidden)
 
 
 def complex_weights(net, x):
@@ -51,8 +40,6 @@ def wired(operation):
 
 
 WIRINGS = {
-    "reentrant checkpoint": reentrant,
-    "checkpoint": not_reentrant,
     "view_as_complex": complex_weights,
     "torch.func in forward": gradient_inside,
     "in place": in_place,
@@ -96,8 +83,6 @@ def in_place_of(kind):
     """The same function, as plain autograd can take it."""
     if kind == "in place":
         return lambda net, x: in_place(net, x.clone())
-    if kind.endswith("checkpoint"):
-        return lambda net, x: net.c(net.b(net.a(x).tanh()).tanh())
     return WIRINGS[kind]
 
 
@@ -134,7 +119,7 @@ def test_saturated_inputs_of_a_probe_are_left_out():
 
 
 def without_a_layer():
-    model = build(not_reentrant)
+    model = build(gradient_inside)
     del model.b
     return model
 
