@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -76,12 +76,11 @@ def sensitivities(
     pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
     places = pullback.network.parameters.slices
-    _check_in_step(bases, [*(factors.weight for factors in pulled.layers), *pulled.loose])
+    _check_in_step(bases, [*pulled.layers, *pulled.loose])
     sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
-    for factors in pulled.layers:
-        assert factors.weight is not None
-        for part, place in _parts_of_layer(factors, places[factors.weight], bases):
-            sums.add_layer(part, {name: columns(q, place) for name, q in bases.items()})
+    for name, factors in pulled.layers.items():
+        for part, place in _parts_of_layer(factors, places[name], bases):
+            sums.add_layer(part, {matrix: columns(q, place) for matrix, q in bases.items()})
     for name, rows in pulled.loose.items():
         for place in _blocks(places[name], bases):
             here = rows[..., place.start - places[name].start : place.stop - places[name].start]
@@ -142,7 +141,7 @@ def _parts_of_layer(
         return
     for low in range(0, outputs, step):
         high = min(low + step, outputs)
-        part = replace(factors, signals=factors.signals[:, :, low:high])
+        part = Factors(factors.activations, factors.signals[:, :, low:high])
         yield part, slice(place.start + low * inputs, place.start + high * inputs)
 
 
@@ -199,7 +198,7 @@ class _Sums:
             places = (outputs[:, None] * sizes[1] + inputs).flatten()
             bases = {name: basis.index_select(1, places) for name, basis in bases.items()}
             sizes = (len(outputs), len(inputs))
-        if not factors.is_cheaper_shared():
+        if not factors.is_cheaper_shared:
             self.add_rows(factors.weight_rows(), bases)
             return
         gram = factors.gram()
