@@ -15,7 +15,7 @@ from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.krylov import block_krylov
 from deltabars.errors import DataError
 from deltabars.runtime.precision import full_precision
-from deltabars.runtime.sums import inner
+from deltabars.runtime.vectors import inner
 from deltabars.storage.reading import read_arrays
 
 _EQUAL_UNTIL = 50  # published OPG values are truncated, and exact only so far

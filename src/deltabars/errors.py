@@ -5,10 +5,12 @@ Every message has three parts: what was expected, what was found, and what to do
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _command_line: frozenset[str] = frozenset()  # names of the options of the command that runs
 
@@ -191,6 +193,15 @@ def warn(message: str, category: type[DeltaBarsWarning]) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("deltabars."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+def library(name: str, extra: str) -> Any:
+    """Return a library that an extra of deltabars installs, or refuse with that extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        wanted = f"pip install 'deltabars[{extra}]'"
+        raise MissingDependencyError(f"This needs {name.split('.')[0]}: {wanted}.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.errors import DataError, DataWarning, MissingDependencyError, StorageError, printable
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.prediction.judgement import LEVELS
+from deltabars.prediction.prediction import LEVELS
 from deltabars.prediction.ranking import ranked
 from tests.scans import only_line
 from tests.workshop import L2, RANK, TEST, contents

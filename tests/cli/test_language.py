@@ -12,7 +12,7 @@ from torch import nn
 
 from deltabars.cli.entry import main
 from deltabars.errors import BadValueError, in_options, on_command_line, option
-from deltabars.prediction.judgement import LEVELS
+from deltabars.prediction.prediction import LEVELS
 from deltabars.problem.parameters import last_layer
 
 MODEL = """

@@ -1,4 +1,4 @@
-"""Predictions as tables in three formats, and the inputs to look at first."""
+"""Predictions as tables in three formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import deltabars
 from deltabars.cli.tables import columns_of, plain_rows, write_table
 from deltabars.errors import BadValueError, StorageError
-from deltabars.prediction.ranking import ranked
 
 # The networks are not trained: tables only copy their numbers.
 pytestmark = pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
@@ -162,56 +161,3 @@ def test_texts_that_a_spreadsheet_would_run(prediction, tmp_path):
     negative = columns | {"score": -columns["score"]}
     write_table(tmp_path / "b.csv", [negative])  # numbers are no formulas
     assert (pandas.read_csv(tmp_path / "b.csv")["score"] < 0).all()
-
-
-class TestRanked:
-    def test_orders(self, prediction):
-        targets = (prediction.label + torch.arange(10) % 2) % 3  # every other one is wrong
-        expected = {
-            "score": -prediction.score,
-            "entropy": -prediction.entropy,
-            "mutual_information": -prediction.mutual_information,
-            "probability": prediction.mean.amax(1),
-            "target": prediction.mean[torch.arange(10), targets],
-        }
-        for by, values in expected.items():
-            order = values.argsort()
-            assert torch.equal(ranked(prediction, 10, by=by, targets=targets), order), by
-            least = ranked(prediction, 3, by=by, targets=targets, most_certain=True)
-            assert torch.equal(least, order.flip(0)[:3]), by
-        wrong = ranked(prediction, 99, targets=targets, wrong=True)
-        assert set(wrong.tolist()) == {1, 3, 5, 7, 9}
-        each = ranked(prediction, 1, per_class=True)
-        assert prediction.label[each].tolist() == prediction.label.unique().tolist()
-        for index in each.tolist():
-            rows = prediction.label == prediction.label[index]
-            assert float(prediction.score[index]) == float(prediction.score[rows].max())
-
-    def test_refused(self, prediction):
-        for arguments, said in (
-            ({"by": "taste"}, "by: expected one of"),
-            ({"by": "target"}, "class numbers as targets"),
-            ({"wrong": True}, "data with targets"),
-        ):
-            with pytest.raises(BadValueError, match=said):
-                ranked(prediction, 3, **arguments)
-        with pytest.raises(BadValueError, match="a prediction with entropy"):
-            ranked(replace(prediction, entropy=None), 3, by="entropy")
-        numbers = replace(prediction, label=None, total_std=prediction.std)
-        for by in ("target", "probability", "entropy"):
-            with pytest.raises(BadValueError, match="expected 'score' for a regression"):
-                ranked(numbers, 3, by=by, targets=torch.randn(10))
-        assert len(ranked(numbers, 3)) == 3
-
-    def test_targets_that_are_no_class_and_yes_or_no(self, prediction):
-        targets = torch.zeros(10, dtype=torch.int64)
-        targets[[2, 5]] = torch.tensor([-100, 3])
-        for turned in (False, True):  # they come last
-            order = ranked(prediction, 10, by="target", targets=targets, most_certain=turned)
-            assert set(order[-2:].tolist()) == {2, 5}
-        p = prediction.mean[:, :1]
-        answers = torch.arange(10) % 2
-        one = replace(prediction, mean=p, label=(p > 0.5).long())
-        expected = torch.where(answers == 1, p[:, 0], 1 - p[:, 0]).argsort()
-        for targets in (answers, answers[:, None].float()):
-            assert torch.equal(ranked(one, 10, by="target", targets=targets), expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.covariance.estimators import build_covariance
+from deltabars.covariance import build_covariance
 from deltabars.covariance.tail import Defects
 
 

@@ -1,196 +1,212 @@
-"""Hessian products by a linear part that is traced once: every way to the same product.
+"""Rewritten graphs compute what they did before: what a GPU would run, and graphs that look alike.
 
-Each is compared with second derivatives by plain autograd, in float64. Rounding of sums of a few
-thousand terms of O(1) is some 1e-13; 1e-10 leaves room, and a wrong graph is off by O(1).
+What a graph is rewritten for is the device that a linear part is made for; the rewritten one runs
+anywhere, so the forms for a GPU are tested on the CPU, in float64.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltabars import Problem
-from deltabars.curvature.hessian import HessianOperator, _even_chunk
-from deltabars.runtime.memory import KEPT, share
-from tests.architectures import (
-    ARCHITECTURES,
-    COUNT,
-    L2,
-    Wired,
-    cached_hessian,
-    cached_sample,
-    sample_of,
-)
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.layers import patches
+from deltabars.curvature.linear_part import LinearPart
+from tests.architectures import ARCHITECTURES, L2, Architecture, Wired, sample_of
 
-PRECISION = {"rtol": 0, "atol": 1e-10}
-
-# The ways to a product are the same for all networks, and tracing one takes a third of a second.
-FEW = ["batch norm", "embedding"]
+GPU = torch.device("cuda")
+PRECISION = {"rtol": 0, "atol": 1e-10}  # of sums of some thousand terms of O(1), in float64
+BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-def operator_of(kind, data=None, likelihood="categorical", **options) -> HessianOperator:
-    sample = cached_sample(kind, likelihood)
-    problem = Problem(
-        sample.model, sample.data if data is None else data, likelihood, l2=L2, **options
-    )
-    return HessianOperator(problem)
+class Calls(TorchDispatchMode):
+    """The operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
 
 
-def rows_for(operator, count=5):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, operator.shape[0], generator=generator, dtype=torch.float64)
-
-
-def budget_for(room):
-    """A memory budget of which a linear part may keep `room` bytes."""
-    budget = 1
-    while share(budget, KEPT) < room:
-        budget += 1
-    return budget
-
-
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
-def test_one_vector_and_several(kind):
-    operator = operator_of(kind)
-    exact = cached_hessian(kind)
-    torch.testing.assert_close(operator.to_dense(), exact, **PRECISION)
-    assert operator.kept_bytes > 0
-    rows = rows_for(operator)
-    together = operator.matmat(rows)
-    one_by_one = torch.cat([operator.matmat(row[None]) for row in rows])
-    torch.testing.assert_close(together, rows @ exact, **PRECISION)
-    torch.testing.assert_close(one_by_one, rows @ exact, **PRECISION)
-
-
-@pytest.mark.parametrize("kind", FEW)
-def test_ragged_chunks_with_nothing_kept(kind):
-    operator = operator_of(kind, chunk_size=3, memory_budget=1)
-    rows = rows_for(operator)
-    for _ in range(2):
-        torch.testing.assert_close(operator.matmat(rows), rows @ cached_hessian(kind), **PRECISION)
-    assert operator.kept_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "chunk_size"), [("batch norm", 3), ("embedding", 1), ("embedding", 1000)]
-)
-def test_what_is_kept_gives_the_same_as_what_is_computed_again(kind, chunk_size):
-    everything = operator_of(kind, chunk_size=chunk_size)
-    rows = rows_for(everything)
-    exact = rows @ cached_hessian(kind)
-    first, again = everything.matmat(rows), everything.matmat(rows)
-    torch.testing.assert_close(first, exact, **PRECISION)
-    assert torch.equal(first, again)  # the same operations on the same numbers
-    # Room for less than all of them, in data that are in memory.
-    room = int(0.6 * everything.kept_bytes)
-    some = operator_of(kind, chunk_size=chunk_size, memory_budget=budget_for(room))
-    assert some.problem.data.is_uniform
-    assert torch.equal(some.matmat(rows), first)
-    assert torch.equal(some.matmat(rows), first)
-    assert some.kept_bytes <= room
-    assert (some.kept_bytes > 0) == (chunk_size < COUNT)
-
-
-def test_a_shuffled_loader_read_again_or_kept():
-    kind = "batch norm"
-    sample = cached_sample(kind)
-    rows = rows_for(operator_of(kind))
-    exact = rows @ cached_hessian(kind)
-    for budget in (1, None):  # bytes: for not even one example; for everything
-        generator = torch.Generator().manual_seed(0)
-        dataset = TensorDataset(*sample.data)
-        loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
-        operator = operator_of(kind, loader, memory_budget=budget, chunk_size=3)
-        assert operator.problem.data.in_memory == (budget is None)
-        for _ in range(3):  # each in another order, where it is read again
-            torch.testing.assert_close(operator.matmat(rows), exact, **PRECISION)
-        assert (operator.kept_bytes > 0) == (budget is None)
-
-
-@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
-def test_other_likelihoods(likelihood):
-    dense = operator_of("residual", likelihood=likelihood).to_dense()
-    torch.testing.assert_close(dense, cached_hessian("residual", likelihood), **PRECISION)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["0.weight"], ["3.bias", "7.weight"]],
-    ids=lambda names: " and ".join(names),
-)
-def test_subsets_of_the_parameters_are_blocks(names):
-    sample = sample_of(ARCHITECTURES["two poolings"], names=names)
-    problem = Problem(sample.model, sample.data, parameters=names, l2=L2)
-    torch.testing.assert_close(
-        HessianOperator(problem).to_dense(), sample.oracle.hessian(), **PRECISION
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """Rewrite graphs as for a GPU."""
+    monkeypatch.setattr(
+        "deltabars.curvature.hessian.LinearPart",
+        lambda function, fixed, tangents, device: LinearPart(function, fixed, tangents, GPU),
     )
 
 
-def test_float32_is_as_good_as_float32_can_be():
-    dense = operator_of("two poolings", dtype=torch.float32).to_dense().double()
-    # Sums of some thousand products of O(1): a hundred units of rounding (6e-8).
-    torch.testing.assert_close(dense, cached_hessian("two poolings"), rtol=0, atol=1e-5)
+GEOMETRIES = [  # kernel, stride, padding, dilation, channels
+    *product([1, 3, (3, 2)], [1, 2], [0, (2, 1), 3], [1], [2]),
+    *product([2, (1, 3)], [1, (2, 1)], [0, 3], [2, (1, 2)], [1]),
+    (3, 1, 1, 1, 40),  # weights that are not small beside the signals
+]
 
 
-def test_chunks_that_another_operator_made_smaller_are_not_taken_for_kept_ones():
-    """Operators of one problem share its chunk size, which is halved when memory runs out."""
-    sample = cached_sample("gelu")
-    problem = Problem(sample.model, sample.data, l2=L2, chunk_size=4)
-    operator = HessianOperator(problem)
-    rows = rows_for(operator)
-    operator.matmat(rows)
-    problem.chunk_size.value = 2
-    torch.testing.assert_close(operator.matmat(rows), rows @ cached_hessian("gelu"), **PRECISION)
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "channels"), GEOMETRIES)
+def test_gradients_of_convolutions(kernel, stride, padding, dilation, channels):
+    """Against plain autograd, one signal and several; and by multiplications alone if it can be."""
+    generator = torch.Generator().manual_seed(0)
+    new = {"generator": generator, "dtype": torch.float64}
+    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+    images = torch.randn(3, channels, 10, 9, **new)
+    weight = torch.randn(4, channels, height, width, **new)
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+
+    def pull(images, weight, signal):
+        return torch.func.vjp(partial(F.conv2d, **options), images, weight)[1](signal)
+
+    signals = torch.randn(2, *F.conv2d(images, weight, **options).shape, **new)
+    part = LinearPart(pull, [images, weight], [signals[0].clone()], GPU)
+    prepared = part.prepare([images, weight])
+    together = torch.func.vmap(lambda signal: part.apply(prepared, [signal]))(signals)
+    for number, signal in enumerate(signals):
+        leaves = [images.clone().requires_grad_(), weight.clone().requires_grad_()]
+        exact = torch.autograd.grad(F.conv2d(*leaves, **options), leaves, signal)
+        with Calls() as calls:
+            singly = part.apply(prepared, [signal])
+        for one, all_, answer in zip(singly, together, exact, strict=True):
+            torch.testing.assert_close(one, answer, **PRECISION)
+            torch.testing.assert_close(all_[number], answer, **PRECISION)
+    edges = (padding, padding) if isinstance(padding, int) else padding
+    flips = stride == 1 and dilation == 1 and edges[0] < height and edges[1] < width
+    assert (BACKWARD in calls.seen) != flips
 
 
-def test_kept_bytes_do_not_count_what_all_chunks_share():
-    """Weights that are not asked for are constants of the graph, and held by the problem."""
-    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh()).double()
-    model.append(nn.Linear(50, 3).double())
-    kept = []
-    for chunk_size in (1, COUNT):
-        problem = Problem(
-            model, cached_sample("gelu").data, parameters=["0.bias"], l2=L2, chunk_size=chunk_size
-        )
-        operator = HessianOperator(problem)
-        operator.matmat(rows_for(operator))
-        kept.append(operator.kept_bytes)
-    assert kept[0] == pytest.approx(kept[1], rel=0.1)  # scalars beside
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("call", [F.conv_transpose2d, F.conv2d])
+def test_other_convolutions_are_left_alone(call, groups):
+    images = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    weight = torch.randn(4, 4 // groups, 2, 2, dtype=torch.float64)
+
+    def pull(images, weight, signal):
+        return torch.func.vjp(partial(call, groups=groups), images, weight)[1](signal)
+
+    signal = torch.randn_like(call(images, weight, groups=groups))
+    part = LinearPart(pull, [images, weight], [signal.clone()], GPU)
+    results = part.apply(part.prepare([images, weight]), [signal])
+    for result, exact in zip(results, pull(images, weight, signal), strict=True):
+        torch.testing.assert_close(result, exact, **PRECISION)
 
 
-def test_a_model_that_cannot_be_traced_is_computed_as_it_is():
-    """F.one_hot looks at the values of its argument, which a trace does not have."""
+WINDOWS = [
+    ((3, 2), (1, 1), (0, 0), (1, 1)),
+    ((2, 3), (2, 1), (3, 1), (1, 2)),
+    ((1, 1), (3, 2), (0, 1), (1, 1)),
+    ((5, 5), (1, 1), (2, 2), (2, 1)),
+]
 
-    def marked(net, x):
-        mark = nn.functional.one_hot((x.sum(1) > 0).long(), 3).to(x)
-        return net.a(x).tanh() * (1 + mark)
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Wired(marked, a=nn.Linear(4, 3)).double()
-        data = torch.randn(COUNT, 4, dtype=torch.float64), torch.randint(0, 3, (COUNT,))
-    problem = Problem(model, data, l2=L2, chunk_size=3)
-
-    def cost(point):
-        parts = problem.parameters.unflatten(point)
-        outputs = torch.func.functional_call(model, parts, (data[0],))
-        return nn.functional.cross_entropy(outputs, data[1]) + L2 / 2 * point.square().sum()
-
-    operator = HessianOperator(problem)
-    exact = torch.autograd.functional.hessian(cost, problem.network.point)
-    torch.testing.assert_close(operator.to_dense(), exact, rtol=0, atol=1e-12)
-    assert operator.kept_bytes == 0
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), WINDOWS)
+def test_patches_are_what_a_convolution_multiplies(kernel, stride, padding, dilation, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here, where patches are cut in another way")
+    images = torch.randn(2, 3, 11, 10, dtype=torch.float64)
+    weight = torch.randn(4, 3, *kernel, dtype=torch.float64)
+    exact = F.conv2d(images, weight, None, stride, padding, dilation)
+    cut = patches(images.to(device), kernel, stride, padding, dilation).cpu()  # (B, T, I)
+    result = (cut @ weight.flatten(1).T).mT.unflatten(2, exact.shape[2:])
+    torch.testing.assert_close(result, exact, **PRECISION)
 
 
 @pytest.mark.parametrize(
-    ("count", "most", "size"),
-    [
-        (7, 1000, 7), (7, 7, 7), (12, 5, 4), (10, 9, 5), (7, 3, 3), (1, 1, 1), (1, 5, 1),
-        (6, 1, 1), (60000, 1024, 1000), (7919, 1024, 1024), (2, 1, 1),
-    ],
-)  # fmt: skip
-def test_chunks_are_of_one_size_where_they_can_be(count, most, size):
-    """7 and 7,919 are prime: their chunks are not."""
-    assert _even_chunk(count, most) == size
+    "kind", ["two poolings", "pool with rows left over", "convolution with wide padding"]
+)
+def test_networks_by_the_graph_for_a_gpu(kind, for_a_gpu):
+    sample = sample_of(ARCHITECTURES[kind])
+    operator = HessianOperator(Problem(sample.model, sample.data, l2=L2))
+    torch.testing.assert_close(operator.to_dense(), sample.oracle.hessian(), **PRECISION)
+
+
+# Networks whose graphs look like what is rewritten, and are not; each is a function of a
+# convolution `a` (and of `b`) whose result goes through tanh and a head.
+
+INDICES = torch.tensor([0, 3, 5, 6])
+
+
+def pick(x, channels, dim=-1):
+    """Some pixels of each of the first channels."""
+    return x.flatten(2).gather(dim, INDICES.expand(len(x), channels, 4))
+
+
+def summed_with_itself(net, x):
+    x = net.a(x)
+    return F.max_pool2d(x + x, 2)
+
+
+def largest_and_mean(net, x):
+    x = net.a(x).flatten(2)
+    return torch.cat([x.max(-1).values, x.mean(-1)], 1)
+
+
+def few_channels(net, x):
+    return torch.cat([pick(net.a(x), 1), pick(net.b(x), 2), pick(net.a(x), 3, dim=2)], 1)
+
+
+def weighted_sum(net, x):
+    return pick(torch.add(net.a(x), net.b(x), alpha=3), 3)
+
+
+def weighted_zeros(net, x):
+    x = net.a(x)
+    return torch.add(torch.zeros_like(x), x, alpha=3) - torch.sub(torch.zeros_like(x), x)
+
+
+def broadcast_zeros(net, x):
+    x = net.a(x)
+    spread = x.new_zeros(len(x), 3, 4, 4) + x.mean((2, 3), keepdim=True)
+    return spread * x + (x.new_zeros(()) - x)
+
+
+def pooled_in_two_ways(net, x):
+    x = net.a(x).relu()
+    return torch.cat([F.max_pool2d(x, 2).flatten(1), F.max_pool2d(x, 3).flatten(1)], 1)
+
+
+def unpooled(net, x):
+    small, indices = F.max_pool2d(net.a(x).relu(), 2, return_indices=True)
+    return F.max_unpool2d(small, indices, 2) * net.b(x)
+
+
+def bias_used_elsewhere(net, x):
+    shift = net.b(x).mean((2, 3), keepdim=True)
+    return F.max_pool2d(net.a(x), 2) * net.a.bias.view(3, 1, 1) + shift
+
+
+def without_gradient(net, x):
+    with torch.no_grad():
+        still = net.b(x).tanh()
+    return net.a(x) * still
+
+
+ALIKE = [
+    summed_with_itself, largest_and_mean, few_channels, weighted_sum, weighted_zeros,
+    broadcast_zeros, pooled_in_two_ways, unpooled, bias_used_elsewhere, without_gradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("between", ALIKE, ids=lambda function: function.__name__)
+def test_graphs_that_look_alike(between, for_a_gpu):
+    def forward(net, x):
+        return net.head(between(net, x).flatten(1).tanh())
+
+    def build():
+        a, b = nn.Conv2d(1, 3, 3), nn.Conv2d(1, 3, 3)
+        features = between(Wired(between, a=a, b=b), torch.randn(2, 1, 6, 6)).flatten(1).shape[1]
+        return Wired(forward, a=a, b=b, head=nn.Linear(features, 3))
+
+    sample = sample_of(Architecture(build, (1, 6, 6)))
+    operator = HessianOperator(Problem(sample.model, sample.data, l2=L2))
+    torch.testing.assert_close(operator.to_dense(), sample.oracle.hessian(), **PRECISION)

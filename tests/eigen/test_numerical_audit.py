@@ -11,8 +11,8 @@ from torch import nn
 
 import deltabars
 from deltabars.eigen import arpack, dense
-from deltabars.eigen.audit import audit, warn_of_audit
 from deltabars.eigen.krylov import block_krylov, lanczos
+from deltabars.eigen.pairs import audit, warn_of_audit
 from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.runtime.vectors import Space
 from tests.conftest import cached_case

@@ -10,8 +10,8 @@ import torch
 from deltabars.eigen.resuming import Rows
 
 from deltabars.eigen import incremental_svd
+from deltabars.eigen.basis import Projected
 from deltabars.eigen.krylov import block_krylov, lanczos
-from deltabars.eigen.projected import Projected
 from deltabars.errors import CheckpointMismatchError, CorruptFileError
 from deltabars.runtime.vectors import Space
 from tests.spectra import SPECTRA, matrix_with

@@ -110,7 +110,7 @@ def test_no_more_than_the_data_can_say_and_then_it_is_exact(wide, estimator, inf
 
 
 def test_progress_shows_the_error_that_is_left_and_no_goal(wide, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     model, data, unseen = wide
     options = {"estimator": "hessian", "rank": "auto", "solver": "krylov"}
     deltabars.fit(model, data, l2=0.01, probe=unseen, **options)

@@ -174,7 +174,7 @@ def test_refused():
     with pytest.raises(BadValueError, match=r"torch.float32 can promise, got 1e-08. Fit with"):
         fitted(case, dtype=torch.float32).certify(case.unseen, case.data, tolerance=1e-8)
     others = (case.inputs + 1, case.targets)
-    with pytest.raises(DataError, match="the training data that the fit was made with"):
+    with pytest.raises(DataError, match="the training data of the fit"):
         fit.certify(case.unseen, others)
     with pytest.raises(BadValueError, match="max_products: expected a whole number from 3"):
         fit.certify(case.unseen, case.data, max_products=1)

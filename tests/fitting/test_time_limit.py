@@ -18,7 +18,7 @@ from deltabars.eigen import incremental_svd
 from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import BadValueError, ConvergenceWarning
 from deltabars.fitting.checkpoints import CheckpointFolder
-from tests import ranked
+from tests import processes
 from tests.stopping import LONGER, WAYS, differing, fit, subject
 
 AT_ONCE = 1e-9  # seconds
@@ -195,7 +195,7 @@ def test_ranks_stop_together(tmp_path):
                 found[name] = some.spectra[name].values, some.diagnostics[name].get("stopped_by")
         return found
 
-    one, two = ranked.results(2, work, tmp_path / "ranks")
+    one, two = processes.results(2, work, tmp_path / "ranks")
     for name, (values, stopped) in one.items():
         assert torch.equal(values, two[name][0])
         assert stopped == two[name][1]

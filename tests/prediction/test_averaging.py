@@ -41,13 +41,15 @@ def sampling(likelihood, classes, samples=512, seed=0):
 
 def entropy_of(p, likelihood):
     if likelihood == "bernoulli":
-        p = torch.stack([p, 1 - p])
-        return -(p * p.log()).sum(0).sum(-1)
+        p = torch.stack([p, 1 - p]).movedim(0, -1)
+        return -(p * p.log()).sum((-1, -2))
     return -(p * p.log()).sum(-1)
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-@pytest.mark.parametrize("estimator", ["opg", "sandwich", "ggn"])
+@pytest.mark.parametrize(
+    ("estimator", "likelihood"),
+    [("opg", "categorical"), ("sandwich", "bernoulli"), ("ggn", "categorical")],
+)
 def test_averages_are_those_of_the_linear_network(estimator, likelihood):
     """Weights drawn from the oracle's Σ, outputs by the oracle's Jacobian."""
     case = cached_case("dense", l2=0.1, likelihood=likelihood)
@@ -81,8 +83,7 @@ def integral(center, deviation):
     return weights @ p, weights @ (-p * np.log(p) - q * np.log(q))
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-@pytest.mark.parametrize("center", [-5.0, 0.0, 1.5])
+@pytest.mark.parametrize(("center", "scale"), [(-5.0, 4.0), (0.0, 0.1), (1.5, 1.0)])
 def test_two_classes_are_an_integral_of_one_dimension(center, scale):
     covariance = scale**2 * torch.tensor([[[1.0, -0.3], [-0.3, 0.5]]], dtype=torch.float64)
     deviation = scale * (1.0 + 0.5 + 0.6) ** 0.5
@@ -102,44 +103,32 @@ def test_two_classes_are_an_integral_of_one_dimension(center, scale):
 
 
 def test_laws_of_averages():
-    """Without scatter the mean stays; what all logits share, and their order, do not matter."""
+    """Without scatter the mean stays; what all logits share does not matter."""
     outputs, covariance = scattered(6, 5)
     for likelihood in (CATEGORICAL, BERNOULLI):
         found = sampling(likelihood, 5)(outputs, torch.zeros_like(covariance))
         torch.testing.assert_close(found.mean, likelihood.mean(outputs), rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.entropy, likelihood.entropy(found.mean))
-        assert float(found.mutual_information.min()) >= 0
-        assert float(found.mutual_information.max()) < 1e-14
-    points = normal_points(512, 5, 0)
-    expected = Moderation(CATEGORICAL, points)(outputs, covariance)
-    moved = Moderation(CATEGORICAL, points)(outputs + 30.0, covariance + 25.0)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    found = Moderation(CATEGORICAL, points[:, order])(
-        outputs[:, order], covariance[:, order][:, :, order]
+        assert float(found.mutual_information.abs().max()) < 1e-14
+    expected, moved = (
+        sampling(CATEGORICAL, 5)(outputs + shift, covariance + shift) for shift in (0.0, 25.0)
     )
     # The root of what the shift's scatter leaves of rounding: √(25·1e-16) or so.
     torch.testing.assert_close(moved.mean, expected.mean, rtol=0, atol=1e-7)
     torch.testing.assert_close(moved.entropy, expected.entropy, rtol=0, atol=1e-7)
-    torch.testing.assert_close(found.mean, expected.mean[:, order], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("estimator", ["opg", "sandwich"])
-def test_an_input_does_not_depend_on_the_others(dense_case, estimator):
-    fit = fitted(dense_case, estimator)
+def test_an_input_does_not_depend_on_the_others(dense_case):
+    fit, order = fitted(dense_case, "sandwich"), torch.tensor([4, 2, 6, 0, 1, 5, 3])
     whole = fit.predict(dense_case.unseen)
-    order = torch.tensor([4, 2, 6, 0, 1, 5, 3])
-    others = [
-        fit.predict(dense_case.unseen, batch_size=1),
+    for other in (
         fit.predict(dense_case.unseen, batch_size=3),
         fit.predict(dense_case.unseen[order])[order.argsort()],
         fit.predict(dense_case.unseen, space="logit"),
-        fit.predict(dense_case.unseen, estimator=[estimator, "opg"])[estimator],
-    ]
-    for other in others:
+        fit.predict(dense_case.unseen, estimator=["sandwich", "opg"])["sandwich"],
+    ):
         for name in FIELDS:  # rounding, of which a root of V makes 1e-8
-            torch.testing.assert_close(
-                getattr(other, name), getattr(whole, name), rtol=0, atol=1e-7
-            )
+            found, expected = getattr(other, name), getattr(whole, name)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 def test_a_seed_gives_the_same_bits_and_leaves_other_numbers_alone(dense_case):
@@ -161,62 +150,35 @@ def test_points_are_standard_normal_and_covariances_may_be_singular_or_broken():
     points = normal_points(4096, 3, seed=4)
     torch.testing.assert_close(points.mean(0), torch.zeros(3).double(), rtol=0, atol=1e-3)
     torch.testing.assert_close(points.T.cov(), torch.eye(3).double(), rtol=0, atol=5e-3)
-    assert bool(normal_points(3, 200, seed=0).isfinite().all())
-    outputs, _ = scattered(3, 4)
-    factors = randn(3, 4, 1)
-    covariance = factors @ factors.mT  # of rank 1
+    outputs, covariance = scattered(3, 4)
+    covariance = covariance[..., :1] @ covariance[..., :1].mT  # of rank 1
     expected = sampling(CATEGORICAL, 4)(outputs, covariance)
     assert bool((expected.mutual_information > 0).all())
     covariance[1, 0, 2] = math.nan
     found = sampling(CATEGORICAL, 4)(outputs, covariance)
     assert bool(found.mean[1].isnan().all())
-    assert bool(found.mutual_information[1].isnan())
     assert torch.equal(found.mean[[0, 2]], expected.mean[[0, 2]])
 
 
-def test_confident_predictions_in_float32():
-    case = cached_case("linear", l2=0.01)
-    far = case.unseen * torch.logspace(0, 1.2, 7, dtype=torch.float64)[:, None]
-    exact, rough = (
-        fitted(case, "ggn", 10, dtype=dtype).predict(far)
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert float((1 - exact.mean.max(1).values).min()) < 1e-3
-    for name in FIELDS:
-        found = getattr(rough, name)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), getattr(exact, name), rtol=2e-3, atol=1e-6)
-
-
 def test_nothing_is_averaged_unless_it_can_be(dense_case):
-    out = fitted(dense_case).predict(dense_case.unseen, moderation=None)
+    fit = fitted(dense_case)
+    out = fit.predict(dense_case.unseen, moderation=None)
     assert all(getattr(out, name) is None for name in FIELDS)
     assert "moderated_0" not in out.to_pandas()
-    probit = fitted(dense_case).predict(dense_case.unseen, moderation="probit")
-    assert probit.mutual_information is None
-    assert probit.numpy().keys() >= {"moderated", "entropy"}
+    assert fit.predict(dense_case.unseen, moderation="probit").mutual_information is None
     assert choose_moderation("auto", 512, 0, 101, CATEGORICAL, subset=False) is None
-    assert choose_moderation("sampling", 512, 0, 101, CATEGORICAL, subset=False) is not None
     regression = cached_case("dense", likelihood="gaussian")
-    fit = fitted(regression, likelihood="gaussian")
-    assert fit.predict(regression.unseen).moderated is None
+    real = fitted(regression, likelihood="gaussian")
+    assert real.predict(regression.unseen).moderated is None
     with pytest.raises(BadValueError, match="no Gaussian likelihood"):
-        fit.predict(regression.unseen, moderation="sampling")
+        real.predict(regression.unseen, moderation="sampling")
     with pytest.raises(BadValueError, match=r"at most 21,201 outputs .* Use moderation='probit'"):
         choose_moderation("sampling", 512, 0, 30_000, CATEGORICAL, subset=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+    for options, said in (
         ({"moderation": "laplace"}, "moderation: expected one of"),
-        ({"moderation": True}, "moderation: expected one of"),
-        ({"samples": 0}, "samples: expected a whole number from 1"),
         ({"samples": 2.5}, "samples: expected a whole number from 1"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
         ({"moderation": "sampling", "classes": [0]}, "needs probabilities of all classes"),
-    ],
-)
-def test_refusals(dense_case, options, message):
-    with pytest.raises(BadValueError, match=message):
-        fitted(dense_case).predict(dense_case.unseen, **options)
+    ):
+        with pytest.raises(BadValueError, match=said):
+            fit.predict(dense_case.unseen, **options)

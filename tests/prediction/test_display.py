@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html.parser
 from functools import lru_cache
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
@@ -37,34 +37,21 @@ def run(*cells: str):
     return [cell.outputs for cell in notebook.cells]
 
 
-def kinds(outputs) -> set[str]:
-    return {kind for output in outputs for kind in output.get("data", {})}
-
-
 # jupyter_client's own, about event loops and paths.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_notebook_shows_bars_tables_and_pictures():
     blocked = "import sys\nsys.modules['ipywidgets'] = None\n"
-    setup, fitted, table, prediction, picture, plain, quiet = run(
-        SETUP,
-        FIT,
-        "fit",
-        "fit.predict(data[0])",
-        "_ = fit.plot_spectrum()",
-        blocked + FIT,
-        FIT.replace("solver", "progress=False, solver"),
-    )
-    assert setup == quiet == []
-    assert "application/vnd.jupyter.widget-view+json" in kinds(fitted)
+    shown = "fit", "fit.predict(data[0])", "_ = fit.plot_spectrum()"
+    setup, fitted, table, prediction, picture, plain = run(SETUP, FIT, *shown, blocked + FIT)
+    assert setup == []
+    assert "application/vnd.jupyter.widget-view+json" in str(fitted)
     assert "Eigenpairs of the hessian" in str(fitted)
     assert not [output for output in fitted if output.output_type == "stream"]
     assert "DeltaFit: hessian" in table[-1].data["text/html"]
     assert prediction[-1].data["text/html"].count("<svg") == 10
-    assert "image/png" in kinds(picture)
-    text = "".join(output.text for output in plain)
+    assert "image/png" in str(picture)
     assert {output.name for output in plain} == {"stderr"}
-    assert "Eigenpairs of the hessian" in text
-    assert "Warning" not in text
+    assert "Eigenpairs of the hessian" in "".join(output.text for output in plain)
 
 
 @lru_cache
@@ -74,45 +61,22 @@ def fitted(likelihood="categorical", estimator="sandwich"):
     return case, deltabars.fit(case.model, case.data, l2=case.l2, rank=9, **options)
 
 
-class Page(html.parser.HTMLParser):
-    """The cells of a table and the attributes of its tags; every tag is closed."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.cells, self.tags = [], [], []
-        self.feed(text)
-        assert self.open == []
-        assert "background" not in text
-
-    def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        self.open.append(tag)
-        self.cells += [""] if tag in ("td", "th") else []
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
+def cells(page):
+    """The cells of a table; tags that are not closed would not be read."""
+    found = ElementTree.fromstring(f"<div>{page}</div>").iter()
+    return ["".join(each.itertext()) for each in found if each.tag in ("td", "th")]
 
 
 def test_the_table_of_a_fit():
     case, fit = fitted()
-    cells = Page(fit._repr_html_()).cells
-    assert cells[:8] == ["N", "P", "K", "λ", "29", "43", "9", "0.05"]
+    found = cells(fit._repr_html_())
+    assert found[:8] == ["N", "P", "K", "λ", "29", "43", "9", "0.05"]
     for name, pairs in fit.spectra.items():
-        at = cells.index(name)
-        first, last = float(pairs.values[0]), float(pairs.values[-1])
-        assert cells[at + 1 : at + 4] == [f"{first:.4g}", f"{last:.4g}", f"{last / 0.05:.4g}"]
-    assert "effective parameters" in fit._repr_html_()
+        at, first, last = found.index(name), float(pairs.values[0]), float(pairs.values[-1])
+        assert found[at + 1 : at + 4] == [f"{first:.4g}", f"{last:.4g}", f"{last / 0.05:.4g}"]
     odd = {"*": 0.05, "[0-9<b>&]*": 0.05}
     fit = deltabars.fit(case.model, case.data, l2=odd, rank=3, progress=False)
-    assert "<b>" not in fit._repr_html_()
-    assert "0.05 (*), 0.05 ([0-9<b>&]*)" in Page(fit._repr_html_()).cells
+    assert "0.05 (*), 0.05 ([0-9<b>&]*)" in cells(fit._repr_html_())
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
@@ -121,24 +85,20 @@ def test_the_table_of_a_prediction_has_error_bars_in_proportion(likelihood):
     out = fit.predict(case.unseen)
     assert repr(out).startswith("Prediction of 7 inputs, 3 outputs")
     assert "… and 2 more" in repr(out)
-    page = Page(out._repr_html_())
+    page = ElementTree.fromstring(f"<div>{out._repr_html_()}</div>")
     top = out.mean.argmax(1, keepdim=True)
     mean, std = out.mean.gather(1, top)[:, 0], out.std.gather(1, top)[:, 0]
     assert f"{float(mean[0]):.4f} ± {float(std[0]):.4f}" in repr(out)
-    said = [a["aria-label"] for tag, a in page.tags if tag == "svg"]
+    said = [drawn.get("aria-label") for drawn in page.iter("svg")]
     assert said == [f"{m:.4f} ± {s:.4f}" for m, s in zip(mean, std, strict=True)]
-    dots = torch.tensor([float(a["cx"]) for tag, a in page.tags if tag == "circle"])
+    dots = torch.tensor([float(drawn.get("cx")) for drawn in page.iter("circle")])
     low, high = (0, 1) if likelihood == "categorical" else ((mean - std).min(), (mean + std).max())
     expected = 4 + 112 * (mean - low) / (high - low)
     torch.testing.assert_close(dots.double(), expected, rtol=0, atol=0.051)
-    assert page.cells[:2] == ["input", "output"]
-    assert out[:1]._repr_html_().count("<circle") == 1
 
 
 @pytest.fixture(autouse=True)
-def _own_figures():
-    """None of an earlier test, and none left for a later one."""
-    pyplot.close("all")
+def _no_figures_left():
     yield
     pyplot.close("all")
 
@@ -195,15 +155,11 @@ def test_the_plot_of_many_inputs(axes):
 def test_plots_of_logits_chosen_classes_and_real_numbers():
     case, fit = fitted()
     assert fit.predict(case.inputs, space="logit").plot().get_xlabel() == "mean"
-    for inputs in (case.inputs, case.inputs[:2]):
-        assert fit.predict(inputs, classes="top2").plot().get_legend() is not None
+    assert fit.predict(case.inputs[:2], classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
     assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
-    assert real.predict(other.unseen).plot().get_xlabel() == "mean"
-    pyplot.close("all")
     out = fit.predict(case.unseen)
     with pytest.raises(BadValueError, match="one input or more"):
         out[:0].plot()
     with pytest.raises(BadValueError, match="targets: expected the true class of each of 7"):
         out.plot(targets=torch.zeros(3))
-    assert pyplot.get_fignums() == []

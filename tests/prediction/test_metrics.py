@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, permutations
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -37,10 +37,9 @@ def test_regression_is_least_squares():
         assert all(math.isnan(value) for value in (line.r2, line.intercept, line.slope))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_auroc_is_scikit_learns(seed):
-    score = random(200, seed=seed).mul(4).round()  # with ties
-    wrong = random(200, seed=seed + 9) < -0.5
+def test_auroc_is_scikit_learns():
+    score = random(200).mul(4).round()  # with ties
+    wrong = random(200, seed=9) < -0.5
     expected = roc_auc_score(wrong.numpy(), score.numpy())
     assert auroc(score[wrong], score[~wrong]) == pytest.approx(expected, abs=1e-14)
     assert auroc(score[~wrong], score[wrong]) == pytest.approx(1 - expected, abs=1e-14)
@@ -49,31 +48,18 @@ def test_auroc_is_scikit_learns(seed):
             auroc(score, bad)
 
 
-def answered_in_every_order(score, wrong):
-    """The mean risks over all orders in which no score comes before a lower one."""
-    orders = [
-        order
-        for order in permutations(range(len(score)))
-        if all(score[a] <= score[b] for a, b in pairwise(order))
-    ]
-    return [
-        sum(sum(wrong[i] for i in order[:k]) / k for order in orders) / len(orders)
-        for k in range(1, len(score) + 1)
-    ]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_risk_coverage_is_the_mean_over_the_orders_of_ties(seed):
     generator = torch.Generator().manual_seed(seed)
     score = torch.randint(0, 3, (7,), generator=generator).float()
     wrong = torch.rand(7, generator=generator) < 0.4
     curve = risk_coverage(score, wrong)
-    risks = answered_in_every_order(score.tolist(), wrong.tolist())
+    orders = [o for o in permutations(range(7)) if bool((score[list(o)].diff() >= 0).all())]
+    risks = torch.stack([wrong[list(o)].cumsum(0) for o in orders]).double().mean(0)
+    risks = (risks / torch.arange(1, 8)).tolist()
     assert curve.risk.tolist() == pytest.approx(risks, abs=1e-14)
     assert curve.coverage.tolist() == pytest.approx([k / 7 for k in range(1, 8)])
     assert curve.area == pytest.approx(sum(risks) / 7, abs=1e-14)
-    shuffled = torch.randperm(7, generator=generator)
-    assert torch.equal(risk_coverage(score[shuffled], wrong[shuffled]).risk, curve.risk)
 
 
 @pytest.mark.parametrize("bins", [1, 4, 15])

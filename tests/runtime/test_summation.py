@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.runtime.sums import add_inner, inner
+from deltabars.runtime.vectors import add_inner, inner
 
 
 @pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 1536, 5000, 200_000])

@@ -9,9 +9,8 @@ from collections import Counter
 import torch
 
 from deltabars.eigen import arpack, dense, incremental_svd
-from deltabars.eigen.audit import audit
 from deltabars.eigen.krylov import block_krylov, lanczos
-from deltabars.eigen.pairs import residual_scale
+from deltabars.eigen.pairs import audit, residual_scale
 from deltabars.errors import ConvergenceWarning, DeltaBarsError
 from deltabars.runtime.vectors import Space
 from tests.covariance.test_small_l2 import FLOAT32, Case

@@ -34,8 +34,8 @@ from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.options import FitOptions
 from deltabars.fitting.saving import MAX_FILE_SIZE
+from deltabars.fitting.state import FitOptions
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer

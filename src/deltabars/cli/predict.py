@@ -33,7 +33,7 @@ from deltabars.cli.predicting import (
 from deltabars.cli.runs import Kept
 from deltabars.cli.tables import ENDINGS, check_ending
 from deltabars.errors import BadValueError, StorageError
-from deltabars.prediction.judgement import Judgement
+from deltabars.prediction.prediction import Judgement
 from deltabars.runtime.distributed import current_group
 from deltabars.storage.writing import check_can_write
 

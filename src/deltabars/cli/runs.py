@@ -34,8 +34,7 @@ from deltabars.errors import (
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.loading import load
 from deltabars.fitting.saving import MAX_FILE_SIZE
-from deltabars.prediction.judgement import Judgement
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import Judgement, Prediction
 from deltabars.runtime.distributed import current_group
 from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 from torch import Tensor
 
-from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.errors import BadValueError, library
 from deltabars.prediction.prediction import ONE_AN_INPUT, ONE_AN_OUTPUT, Prediction
 from deltabars.storage.writing import write_whole
 
@@ -93,15 +92,6 @@ def plain_rows(columns: Columns) -> list[dict[str, Any]]:
     """Return a table's rows as JSON has them: what is not finite is None."""
     lists = [_plain(values) for values in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
-
-
-def library(name: str, extra: str) -> Any:
-    """Return a library that an extra of deltabars installs, or refuse with that extra."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        wanted = f"pip install 'deltabars[{extra}]'"
-        raise MissingDependencyError(f"This needs {name.split('.')[0]}: {wanted}.") from error
 
 
 def pyarrow() -> Any:

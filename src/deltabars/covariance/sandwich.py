@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Covariance, LowRankPlusIdentity, Spread
+from deltabars.covariance.estimators import Covariance, LowRankPlusIdentity, Spread
 from deltabars.covariance.tail import Ball, Tail
 from deltabars.runtime.vectors import Basis, first
 

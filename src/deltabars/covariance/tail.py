@@ -8,14 +8,13 @@ Q̃ᵀf, and a quadratic form Σ wₖaₖ² of a = Qᵀf between bounds, because
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, SpectrumWarning, option, warn
+from deltabars.errors import BadValueError, option
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,64 +204,3 @@ class Tail:
         if self.is_empty:
             return torch.zeros_like(squares)
         return (squares - inside).clamp(min=0.0)
-
-
-_LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
-
-
-def warn_about_spectrum(
-    name: str,
-    values: Tensor,
-    l2: float,
-    num_parameters: int,
-    dtype: torch.dtype,
-    residuals: Tensor | None = None,
-) -> None:
-    """Warn where computed eigenvalues cannot serve a covariance, or void the error bound.
-
-    Args:
-        dtype: of the products that they come from. Those are right to eps·‖A‖, an eigenvalue λ to
-            eps·‖A‖/λ of itself, and error bars in its direction to about as much.
-        residuals: ‖Aq − λq‖ of pairs that were solved at another λ.
-    """
-    if residuals is not None:
-        positive = values > 0
-        left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
-        if left > _LOST:
-            warn(
-                f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
-                f"{float(residuals.max()):.2g}, which widens intervals by up to "
-                f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
-                SpectrumWarning,
-            )
-    lost = torch.finfo(dtype).eps * float(values[0].abs()) / l2
-    if lost > _LOST:
-        advice = (
-            f"Use {option('dtype', torch.float64)}"
-            if dtype != torch.float64
-            else "Scale the inputs"
-        )
-        warn(
-            f"Expected a largest eigenvalue of the {name} of at most "
-            f"{_LOST / torch.finfo(dtype).eps:.1g}·λ, which {dtype} can tell λ from, got "
-            f"{float(values[0]):.3g} for λ = {l2:g}: rounding can move error bars by up to "
-            f"{min(lost, 1.0):.0%}, which widens their intervals. {advice}, or a larger l2.",
-            SpectrumWarning,
-        )
-    negative = int((values <= 0).sum())
-    below = int((values < l2 * (1 - 1e-6)).sum())
-    if negative:
-        warn(
-            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
-            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
-            "counts as the harmonic mean of λ and the last positive one; "
-            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
-            SpectrumWarning,
-        )
-    elif below and len(values) < num_parameters and not math.isclose(float(values[-1]), l2):
-        warn(
-            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
-            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
-            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
-            SpectrumWarning,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -17,7 +16,7 @@ from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
 from deltabars.curvature.pullback import UNSUPPORTED
 from deltabars.curvature.slicing import Sliced, Slices, slices_of
-from deltabars.errors import ModelError, ModelWarning, first_line, option
+from deltabars.errors import ModelError, ModelWarning, first_line, option, warn
 from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.batches import Batch
 from deltabars.problem.inputs import Inputs, leaves, map_leaves
@@ -33,7 +32,7 @@ _SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
 _SMALL_ELSEWHERE = 1 << 29
 _WORTH_SLICING = 0.7  # of the parameters that are reached, or fewer: else checks cost more
 _SAME = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative: with slices and without
-# What torch and the rewriting raise on graphs that they do not support.
+# What tracing and rewriting raise on graphs that they do not support.
 _UNTRACEABLE = (*UNSUPPORTED, ValueError, KeyError, AttributeError)
 _EXAMPLES = 3  # that products by gradients of gradients are checked on
 _STEP = 1e-5  # relative to the weights: rounding and curvature both leave some 1e-9
@@ -193,12 +192,11 @@ class HessianOperator(CurvatureOperator):
                 if ran_out(error):
                     raise
                 self._backward_twice = True
-                warnings.warn(
+                warn(
                     "Model: expected operations with forward derivatives, for Hessian products, "
                     f"got one without ({first_line(error)}). Continuing with gradients of gradients, "
                     "which are slower.",
                     ModelWarning,
-                    stacklevel=3,
                 )
                 check_gradient_products(self.problem.network, self.problem.likelihood, batch)
         return self._twice_backward(batch, vectors)

@@ -16,8 +16,7 @@ from deltabars.errors import BadValueError, ModelError
 from deltabars.likelihoods.base import Likelihood, unit_rows
 from deltabars.problem.inputs import Inputs
 from deltabars.runtime.distributed import same_everywhere
-from deltabars.runtime.sums import add_inner
-from deltabars.runtime.vectors import Basis, ShardedVectors, columns, ranges
+from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 
 SPACES = ("probability", "logit")
 

@@ -9,10 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis
-from deltabars.eigen.operators import Products
-from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs
-from deltabars.eigen.projected import Followed, Growth, Projected
+from deltabars.eigen.basis import Basis, Followed, Growth, Projected
+from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, Products
 from deltabars.eigen.restart import Patience
 from deltabars.errors import CorruptFileError
 from deltabars.runtime.memory import ran_out

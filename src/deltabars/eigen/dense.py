@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from deltabars.eigen.krylov import OnStep
-from deltabars.eigen.operators import as_products, check_finite
 from deltabars.eigen.pairs import (
     LEAST_RITZ,
     PRODUCT_ROUNDING,
     EigenPairs,
+    OnStep,
+    as_products,
+    check_finite,
     check_rank,
     lower_scale,
     residual_scale,

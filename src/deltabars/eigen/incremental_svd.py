@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from deltabars.eigen.basis import completed
-from deltabars.eigen.krylov import OUT_OF_TIME, ROWS_LEFT, STOPPED, IsOver, OnStep
-from deltabars.eigen.operators import as_products
 from deltabars.eigen.pairs import (
     DISCARDED,
+    OUT_OF_TIME,
+    ROWS_LEFT,
+    STOPPED,
     EigenPairs,
+    IsOver,
+    OnStep,
+    as_products,
     check_rank,
     default_tolerance,
     residual_scale,

@@ -12,18 +12,22 @@ restarted from the best of its Ritz vectors (a thick restart), which go on to co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis, default_block_size, extend
+from deltabars.eigen.basis import Basis, Followed, Growth, Projected, default_block_size, extend
 from deltabars.eigen.checkpoint import Checkpoint, Journal, Position
-from deltabars.eigen.operators import Products, as_products
 from deltabars.eigen.pairs import (
+    OUT_OF_TIME,
+    STOPPED,
     EigenPairs,
+    IsOver,
+    OnStep,
+    Products,
+    as_products,
     check_rank,
     check_tolerance,
     default_tolerance,
@@ -31,16 +35,8 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
-from deltabars.eigen.projected import Followed, Growth, Projected
 from deltabars.eigen.restart import Patience, found_pairs, insert, to_keep
-from deltabars.errors import BadValueError
-
-OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
-IsOver = Callable[[], bool]  # whether to stop now, with what there is
-
-STOPPED = "stopped_by"  # in statistics, where it was `is_over`
-OUT_OF_TIME = "max_seconds"
-ROWS_LEFT = "rows_left"  # that an incremental SVD has not processed
+from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
@@ -57,7 +53,7 @@ def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
     is probed for copies of repeated eigenvalues, which the start vector cannot see.
 
     Args:
-        operator: a symmetric matrix (see `eigen.operators.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.as_products`).
         rank: how many pairs, 1 to P.
         options: those of `block_krylov`, but for `block_size`, which is 1.
 
@@ -95,7 +91,7 @@ def block_krylov(
     (a kept Jacobian).
 
     Args:
-        operator: a symmetric matrix (see `eigen.operators.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.as_products`).
         rank: how many pairs, 1 to P.
         block_size: a tenth of the rank by default, between 2 and 100.
         smallest: how many eigenvalues of the lower end must converge as well.
@@ -288,3 +284,81 @@ def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
     top = probe.largest(1, 1, locked=pairs.vectors).values[0]
     slack = 10 * run.tolerance * float(residual_scale(pairs.values)[-1])
     return float(top) > float(pairs.values[-1]) + slack
+
+
+def arpack(
+    operator: Any,
+    rank: int,
+    *,
+    tolerance: float | None = None,
+    max_products: int | None = None,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> EigenPairs:
+    """Compute the `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
+
+    ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
+    `rank` further products. Copies of repeated eigenvalues, which its start vector cannot see, are
+    looked for as `lanczos` does. Arguments as for `lanczos`. The rank must be below P.
+    """
+    try:
+        from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+    except ImportError as error:
+        raise MissingDependencyError(
+            "solver 'arpack' needs SciPy: pip install 'deltabars[scipy]'."
+        ) from error
+    matrix = as_products(operator)
+    size = matrix.shape[0]
+    check_rank(rank, size)
+    if rank >= size:
+        raise BadValueError(
+            f"rank: expected below P = {size} for ARPACK, got {rank}. Use the dense solver."
+        )
+    limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
+
+    def matvec(vector: Any) -> Any:
+        row = torch.from_numpy(vector.reshape(1, -1)).to(matrix.device, matrix.dtype)
+        image = matrix.matmat(row)
+        if on_step is not None:
+            on_step(matrix.products, 0)
+        return image.reshape(-1).cpu().numpy()
+
+    kind = torch.empty(0, dtype=matrix.dtype).numpy().dtype
+    generator = torch.Generator().manual_seed(seed)
+    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype)
+    steps = min(size, max(2 * rank + 1, 20))
+    restarts = None if max_products is None else max(1, max_products // (steps - rank))
+    try:
+        values, columns = eigsh(
+            LinearOperator(matrix.shape, matvec=matvec, dtype=kind),
+            k=rank,
+            which="LA",
+            v0=start.reshape(-1).numpy(),
+            tol=limit,
+            ncv=steps,
+            maxiter=restarts,
+        )
+    except ArpackNoConvergence as error:
+        raise DeltaBarsError(
+            f"ARPACK: expected {rank} converged eigenpairs, got {len(error.eigenvalues)}. Allow "
+            f"more products, or use {option('solver', 'krylov')}."
+        ) from error
+    except ArpackError as error:
+        raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error
+    ascending = torch.from_numpy(values).to(matrix.device, torch.float64)
+    largest = ascending.flip(0).contiguous()
+    vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()
+    norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
+    pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
+    budget = 2**62 if max_products is None else max_products
+    run = Run(matrix, generator, limit, budget, size, None, Journal(None, matrix, generator))
+    pairs = with_missed_copies(run, pairs)
+    statistics: dict[str, int | float | str] = {
+        "solver": "arpack",
+        "products": matrix.products,
+        "converged": rank,
+        "tolerance": limit,
+    }
+    pairs = replace(pairs, statistics=statistics)
+    warn_unconverged(pairs, 10 * limit)  # ARPACK's test and ours differ by the rounding of A
+    return pairs

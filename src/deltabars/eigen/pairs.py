@@ -1,9 +1,13 @@
-"""Eigenpairs, how good they are, and how they were found."""
+"""Matrices as products with rows, and their eigenpairs: how good they are, and how they were found.
+
+A solver takes any matrix that `as_products` takes and returns `EigenPairs`. `audit` measures these
+against the matrix itself.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -11,9 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, ConvergenceWarning, warn
-from deltabars.runtime.vectors import Spaces, first
+from deltabars.errors import BadValueError, ConvergenceWarning, SpectrumWarning, option, warn
+from deltabars.runtime.vectors import Space, Spaces, first
 
+OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
+IsOver = Callable[[], bool]  # whether to stop now, with what there is
+
+# Names in the statistics of pairs.
+STOPPED, OUT_OF_TIME = "stopped_by", "max_seconds"  # the reason, where it was `is_over`
+ROWS_LEFT = "rows_left"  # that an incremental SVD has not processed
 LEAST_RITZ = "smallest_ritz_value"
 DISCARDED = "discarded_energy"
 ROUNDING = "storage_rounding"
@@ -21,8 +31,88 @@ PRODUCT_ROUNDING = "product_rounding"
 SKEW = "orthogonality_norm"
 
 _SHARE_OF_L2 = 1e-3
+_LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
 # Units in the last place, of what is not known of a file's pairs: ‖A‖, and QQᵀ.
 _USUAL_PRODUCT, _USUAL_SKEW = 16, 8
+
+_FAR = 10  # times: the random signs of an audit never make that much by themselves
+_USUAL, _TIMES = 4, 2  # of rounding in products: units in the last place; what was measured
+_ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long sum can be off by
+
+
+class Products:
+    """Count the products with a matrix that is given by a function of rows."""
+
+    def __init__(
+        self,
+        size: int,
+        function: Callable[[Tensor], Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        space: Space | None = None,
+    ) -> None:
+        self.space = space or Space(size)
+        self.shape = (size, size)
+        self.device = device
+        self.dtype = dtype
+        self.products = 0
+        self._function = function
+
+    def matmat(self, vectors: Tensor) -> Tensor:
+        self.products += vectors.shape[0]
+        result = self._function(vectors)
+        return check_finite(result)
+
+
+def check_finite(products: Tensor) -> Tensor:
+    """Return products; refuse them where any is not finite."""
+    if not bool(products.isfinite().all()):
+        wider = f", or use {option('dtype', torch.float64)}"
+        raise BadValueError(
+            "Products: expected finite values, got NaN or infinity: squares of derivatives, or "
+            f"second ones, are beyond {products.dtype}. Scale the inputs or the targets"
+            f"{'' if products.dtype == torch.float64 else wider}."
+        )
+    return products
+
+
+def as_products(matrix: Any) -> Products:
+    """Wrap any symmetric matrix as products with rows.
+
+    Args:
+        matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
+            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
+            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
+            are float64 on the CPU. One with a `space` works on the columns of this process.
+    """
+    shape = tuple(getattr(matrix, "shape", ()))
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
+    single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
+    dtype = torch.float32 if single else torch.float64
+    own = getattr(matrix, "device", None)
+    device = own if isinstance(own, torch.device) else torch.device("cpu")
+    function = _row_function(matrix, device, dtype)
+    return Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
+
+
+def _row_function(
+    matrix: Any, device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
+        fixed = torch.as_tensor(matrix).detach().to(device, dtype)
+        return lambda rows: rows @ fixed.T
+    if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
+        return lambda rows: (
+            torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype).contiguous()
+        )
+    if hasattr(matrix, "matmat"):
+        return lambda rows: matrix.matmat(rows)
+    if hasattr(matrix, "__matmul__"):
+        return lambda rows: (matrix @ rows.T).T.contiguous()
+    raise BadValueError(
+        f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +121,9 @@ class EigenPairs:
 
     Attributes:
         values: the eigenvalues, descending, (K,), float64.
-        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or
-            `distributed.vectors.Vectors` where they stay in files or in the memory of the CPU, or
-            are sharded over processes.
+        vectors: the eigenvectors, orthonormal rows, (K, P): a tensor, or another of
+            `runtime.vectors.Basis` where they stay in files or in the memory of the CPU, or are
+            sharded over processes.
         residuals: ‖Aq − λq‖ for each pair, over `residual_scale(values)`, (K,), float64.
         smallest: eigenvalues known from the lower end of the spectrum, ascending, (m,), float64.
             They need not be next to one another unless the solver was asked for them.
@@ -258,5 +348,141 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
             f"Expected {len(pairs)} eigenpairs with residuals up to {tolerance:.1g}, got {bad} "
             f"that have not converged; the largest residual is {float(pairs.residuals.max()):.2g}. "
             "Allow more products, ask for fewer pairs, or accept a larger tolerance.",
+            ConvergenceWarning,
+        )
+
+
+def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool = False) -> None:
+    """Warn where eigenvalues cannot serve a covariance, or void its error bound.
+
+    Products are right to eps·‖A‖, an eigenvalue λ to eps·‖A‖/λ of itself, and error bars in its
+    direction to about as much.
+
+    Args:
+        name: of the matrix.
+        pairs: its eigenpairs.
+        l2: λ.
+        was_moved: whether the pairs were solved at another λ.
+    """
+    values, dtype = pairs.values, pairs.vectors.dtype
+    if was_moved:
+        residuals, positive = pairs.residual_norms, values > 0
+        left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
+        if left > _LOST:
+            warn(
+                f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
+                f"{float(residuals.max()):.2g}, which widens intervals by up to "
+                f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
+                SpectrumWarning,
+            )
+    eps = torch.finfo(dtype).eps
+    lost = eps * float(values[0].abs()) / l2
+    if lost > _LOST:
+        advice = "Scale the inputs"
+        if dtype != torch.float64:
+            advice = f"Use {option('dtype', torch.float64)}"
+        warn(
+            f"Expected a largest eigenvalue of the {name} of at most {_LOST / eps:.1g}·λ, which "
+            f"{dtype} can tell λ from, got {float(values[0]):.3g} for λ = {l2:g}: rounding can "
+            f"move error bars by up to {min(lost, 1.0):.0%}, which widens their intervals. "
+            f"{advice}, or a larger l2.",
+            SpectrumWarning,
+        )
+    negative = int((values <= 0).sum())
+    below = int((values < l2 * (1 - 1e-6)).sum())
+    if negative:
+        warn(
+            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
+            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
+            "counts as the harmonic mean of λ and the last positive one; "
+            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
+            SpectrumWarning,
+        )
+    elif below and len(values) < pairs.vectors.shape[1]:
+        warn(
+            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
+            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
+            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
+            SpectrumWarning,
+        )
+
+
+def audit(
+    matmat: Callable[[Tensor], Tensor], space: Space, pairs: EigenPairs, seed: int = 0
+) -> dict[str, float]:
+    """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
+
+    Args:
+        matmat: products of the matrix with rows (b, p) of the own columns.
+        space: of the rows.
+        pairs: with vectors (K, p).
+        seed: of the signs.
+
+    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
+    its mean square is the sum of theirs.
+
+    Returns:
+        `orthogonality`, the largest entry of |QQᵀ − I|, and `orthogonality_norm`, its norm;
+        `product_rounding`, what rounding in products may add to ‖Aq − λq‖; `residual_rms`, the
+        root mean square of that; `largest_residual` as the solver reported it; and the limits of
+        orthogonality and `residual_rms`, `orthogonality_limit` and `residual_limit`: some times
+        what the solver promised, and the rounding of a product.
+    """
+    vectors = pairs.vectors
+    gram = space.inner(vectors, vectors)
+    gram.diagonal().sub_(1.0)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
+    signs = signs.to(vectors.device, vectors.dtype)
+    image = matmat((signs @ vectors)[None])[0]
+    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
+    usual = default_tolerance(vectors.dtype)
+    tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
+    promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)
+    norm = max(abs(float(pairs.values[0])), abs(pairs.least))
+    rms = float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5
+    known = float((pairs.residuals * residual_scale(pairs.values)).square().mean().sqrt())
+    own = torch.finfo(vectors.dtype).eps
+    # Models may have parts of their own in float32, such as norms of Hugging Face's.
+    rounding = max(_ROUNDING * own, torch.finfo(torch.float32).eps) * norm
+    return {
+        "orthogonality": float(gram.abs().max()),
+        "orthogonality_limit": _FAR * usual,
+        SKEW: _norm(gram.cpu()),
+        PRODUCT_ROUNDING: _USUAL * own * norm + _TIMES * max(0.0, rms - known),
+        "residual_rms": rms,
+        "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
+        "largest_residual": float(pairs.residuals.max()),
+    }
+
+
+def _norm(gram: Tensor) -> float:
+    """‖·‖₂ of a symmetric matrix; NaN where a number in it is."""
+    finite = bool(gram.isfinite().all())
+    return float(torch.linalg.eigvalsh(gram).abs().max()) if finite else float("nan")
+
+
+def warn_of_audit(name: str, found: dict[str, float]) -> None:
+    """Warn where pairs are far from what their solver promised.
+
+    Args:
+        name: of the matrix.
+        found: as `audit` returns it.
+    """
+    if not found["orthogonality"] <= found["orthogonality_limit"]:
+        warn(
+            f"Eigenvectors of the {name}: expected orthonormal ones, to "
+            f"{found['orthogonality_limit']:.1g}, got entries of QQᵀ − I of up to "
+            f"{found['orthogonality']:.2g}: error bars can be wrong by as much and more. Use "
+            f"{option('solver', 'krylov')} or {option('dtype', torch.float64)}.",
+            ConvergenceWarning,
+        )
+    if not found["residual_rms"] <= found["residual_limit"]:
+        warn(
+            f"Eigenpairs of the {name}: expected ‖Aq − λq‖ up to {found['residual_limit']:.2g}, "
+            f"got {found['residual_rms']:.2g} (root mean square): products with the matrix are not "
+            "those of one symmetric matrix, and the error bars cannot be trusted. Look in the "
+            "model for derivatives of its own (autograd.Function) that are wrong or random, or "
+            f"use {option('dtype', torch.float64)}.",
             ConvergenceWarning,
         )

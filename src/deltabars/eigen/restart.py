@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis
+from deltabars.eigen.basis import Basis, Ritz
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, lower_scale, residual_scale
-from deltabars.eigen.projected import Ritz
 
 # So many restarts, and products for so many bases: three times the longest lull seen.
 _RESTARTS, _BASES = 200, 40

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Spread
+from deltabars.covariance.estimators import Spread
 from deltabars.covariance.tail import Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.eigen.pairs import is_whole
 from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
-from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option
-from deltabars.fitting.describe import evidence_of
-from deltabars.fitting.state import FittedState
+from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option, warn
+from deltabars.fitting.state import FittedState, check_positive, check_whole
 from deltabars.likelihoods.base import unit_rows
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import read_inputs
@@ -77,7 +74,7 @@ class Certifier:
                 f"({self.problem.num_examples} examples; the fit has {state.num_examples})."
             )
         self.operator = OPERATORS[self.name](self.problem)
-        # At noise σ the data part of G is over σ², and so is N (see `hyperparameters`).
+        # At noise σ the data part of G is over σ², and so is N (see `tuning`).
         self.factor = 1.0 / (state.noise or 1.0) ** 2 if self.name == "opg" else 1.0
         pairs = state.pairs_of(self.name)
         self.norm, self.vectors = float(pairs.values[0]), pairs.vectors
@@ -102,15 +99,13 @@ class Certifier:
         if not parts:
             raise DataError("Inputs: expected at least one, got none.")
         if wide:
-            warnings.warn(
+            warn(
                 f"certify: expected intervals within a tolerance of {self.tolerance:g}, got {wide} "
                 f"that are wider after {self.max_products} products. They hold all the same; allow "
                 "more products, or fit with a larger rank.",
                 ConvergenceWarning,
-                stacklevel=5,
             )
-        evidence = evidence_of(state, state.rank, self.name)
-        return Prediction.concatenate(parts).judged_by(evidence)
+        return Prediction.concatenate(parts).judged_by(state.evidence(state.rank, self.name))
 
     def _default_batch_size(self) -> int:
         state = self.state
@@ -196,14 +191,11 @@ def _check(state: FittedState, name: str, tolerance: float, max_products: int | 
             "within deltabars.distributed.alone(), and certify there."
         )
     least = least_tolerance(state.network.dtype)
-    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not tolerance > 0:
-        raise BadValueError(f"tolerance: expected a number above zero, got {tolerance!r}.")
+    check_positive("tolerance", tolerance)
     if tolerance < 2 * least:
         raise BadValueError(
             f"tolerance: expected {2 * least:.2g} or more, which is what {state.network.dtype} can "
             f"promise, got {tolerance:g}. Fit with {option('dtype', torch.float64)} for less."
         )
-    if max_products is not None and (not is_whole(max_products) or max_products < 3):
-        raise BadValueError(
-            f"max_products: expected a whole number from 3 on, got {max_products!r}."
-        )
+    if max_products is not None:
+        check_whole("max_products", max_products, 3)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.low_rank import BOUNDS
+from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
+from deltabars.covariance.tail import Tail
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
-from deltabars.fitting import describe
 from deltabars.fitting.certifying import Certifier
-from deltabars.fitting.hyperparameters import with_l2, with_noise
-from deltabars.fitting.options import check_batch_size
 from deltabars.fitting.saving import MAX_FILE_SIZE, save
-from deltabars.fitting.state import FittedState
-from deltabars.fitting.tuning import Tuning, tune_l2
+from deltabars.fitting.state import FittedState, check_whole
+from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.classes import Classes, choose_classes
+from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
-from deltabars.prediction.scoring import Scorer
-from deltabars.problem.prior import L2
+from deltabars.prediction.scoring import Classes, Scorer, choose_classes
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
+
+_WORTH_READING = 0.5  # of a std: an interval that reaches further says little
+_GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,7 +117,7 @@ class DeltaFit(FittedState):
             memory_budget=self.memory_budget,
         )
         results = {
-            name: found.judged_by(describe.evidence_of(self, used, name))
+            name: found.judged_by(self.evidence(used, name))
             for name, found in scorer.predict(inputs, batch_size, shown).items()
         }
         is_one = estimator is None or isinstance(estimator, str)
@@ -143,7 +143,8 @@ class DeltaFit(FittedState):
                 f"rank: expected a whole number from 1 to the {self.rank} fitted pairs, got "
                 f"{used!r}. Fit with a larger rank for more."
             )
-        check_batch_size(batch_size)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
         return names, used, choose_classes(classes, self.num_outputs, self.likelihood)
 
     def certify(
@@ -175,11 +176,12 @@ class DeltaFit(FittedState):
         """
         shown = self.shows_progress(progress)
         check_space(space)
-        check_batch_size(batch_size)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
         certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
         return certifier.predict(inputs, space, batch_size, shown)
 
-    def with_l2(self, l2: L2) -> DeltaFit:
+    def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
         The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
@@ -215,12 +217,19 @@ class DeltaFit(FittedState):
     @property
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
-        return describe.effective_parameters(self)
+        values = _positive(self.pairs_of(self.main_matrix).values)
+        return float(((values - self.level) / values).sum())
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
         """The interval of the sum over all eigenvalues, if the tail lies between λ and λ_K."""
-        return describe.effective_parameters_interval(self)
+        pairs = self.pairs_of(self.main_matrix)
+        values, slack = _positive(pairs.values), pairs.slack
+        last = Tail.after(values, len(values), self.level, self.num_parameters).last
+        rest = self.num_parameters - len(values)
+        low = self.effective_parameters + min(0.0, rest * (1 - self.level / last))
+        most = float((1 - self.level / (values + slack)).sum())
+        return low, most + max(0.0, rest * (1 - self.level / (last + slack)))
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """Draw `n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
@@ -232,10 +241,8 @@ class DeltaFit(FittedState):
         At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
         of where a network is linear; `full_rank=False` takes the K directions alone.
         """
-        if not is_whole(n) or n < 1:
-            raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
-        if not is_whole(seed) or not 0 <= seed < 2**63:
-            raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
+        check_whole("n", n)
+        check_whole("seed", seed, 0)
         network = self.network
         generator = torch.Generator().manual_seed(int(seed))
         noise = torch.randn((n, self.num_parameters), generator=generator, dtype=torch.float64)
@@ -280,10 +287,97 @@ class DeltaFit(FittedState):
 
         Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
         """
-        return describe.draw_spectra(self, ax)
+        axes, beyond = axes_or_new(ax), self.rank + 0.5
+        for name, pairs in self.spectra.items():
+            values = pairs.values.detach().cpu().double()
+            count, last = len(values), float(values[-1])
+            index, magnitudes = torch.arange(1, count + 1).numpy(), values.abs().numpy()
+            (line,) = axes.plot(index, magnitudes, label=name, marker=marker_for(count))
+            color, negative = line.get_color(), (values < 0).numpy()
+            if negative.any():
+                axes.plot(
+                    index[negative], magnitudes[negative], linestyle="none", marker="x",
+                    color=color, label=f"{name}, negative",
+                )  # fmt: skip
+            left, end = self.num_parameters - count, count * (1 + _GAP) + 1
+            if left and last > 0:
+                beyond = max(beyond, end)
+                axes.fill_between(
+                    [count + 0.5, end], *sorted((self.level, last)), color=color, alpha=0.25,
+                    linewidth=0, label=f"{name}: {left:,} not computed",
+                )  # fmt: skip
+        level = self.level
+        axes.axhline(level, linestyle=":", linewidth=1, color="gray", label=f"λ = {level:g}")
+        axes.set_yscale("log")
+        axes.set_xlim(0.5, beyond)
+        axes.set_xlabel(f"index k of P = {self.num_parameters:,}")
+        axes.set_ylabel("magnitude of the eigenvalue")
+        axes.legend()
+        return axes
 
     def __repr__(self) -> str:
-        return describe.describe(self)
+        numbers = ", ".join(f"{name} = {value}" for name, value in self._numbers.items())
+        spectra = [
+            f"{name}: eigenvalues {first} … {last}, largest residual {residual}"
+            for name, first, last, _, residual in self._ends
+        ]
+        return "\n  ".join([f"DeltaFit: {self.estimator}, {numbers}", *spectra, *self._notes])
 
     def _repr_html_(self) -> str:
-        return describe.describe_in_html(self)
+        head = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
+        return (
+            paragraph(f"DeltaFit: {self.estimator}")
+            + html_table(list(self._numbers), [list(self._numbers.values())])
+            + html_table(head, self._ends)
+            + "".join(map(paragraph, self._notes))
+        )
+
+    @property
+    def _numbers(self) -> dict[str, str]:
+        l2 = self.l2 if isinstance(self.l2, Mapping) else {"": self.l2}
+        numbers = {
+            "N": f"{self.num_examples:,}",
+            "P": f"{self.num_parameters:,}",
+            "K": f"{self.rank:,}",
+            "λ": ", ".join(
+                f"{value:g} ({name})" if name else f"{value:g}" for name, value in l2.items()
+            ),
+        }
+        return numbers if self.noise is None else numbers | {"σ": f"{self.noise:g}"}
+
+    @property
+    def _ends(self) -> list[list[str]]:
+        """Of each matrix: its name, first and last eigenvalue, the last over λ, the residual."""
+        return [
+            [
+                name,
+                f"{float(pairs.values[0]):.4g}",
+                f"{float(pairs.values[-1]):.4g}",
+                f"{float(pairs.values[-1]) / self.level:.4g}",
+                f"{float(pairs.residuals.max()):.1g}",
+            ]
+            for name, pairs in self.spectra.items()
+        ]
+
+    @property
+    def _notes(self) -> list[str]:
+        notes, hessian = [], self.spectra.get("hessian")
+        if hessian is not None and hessian.least < self.level:
+            notes.append(
+                f"the hessian's spectrum reaches {self.level - hessian.least:.3g} below λ: its "
+                "bounds are about the spectrum corrected to λ"
+            )
+        reach = self.diagnostics.get("sandwich", {}).get("interval_reach", 0.0)
+        if reach > _WORTH_READING:
+            notes.append(
+                f"the sandwich's intervals say little: up to ±{reach:.2g} times the std of what is "
+                "outside the pairs; a larger rank narrows them"
+            )
+        lost = max(pairs.rounding for pairs in self.spectra.values())
+        if lost:
+            notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
+        return [*notes, f"effective parameters: {self.effective_parameters:.1f} in the K pairs"]
+
+
+def _positive(values: Tensor) -> Tensor:
+    return values[values > 0]  # the others have no part in a covariance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS, build_covariance
+from deltabars.covariance import build_covariance
+from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
-from deltabars.eigen.krylov import OUT_OF_TIME, STOPPED
-from deltabars.eigen.pairs import EigenPairs
-from deltabars.errors import ConvergenceWarning, DataError, option
-from deltabars.fitting.options import DEFAULT_TOLERANCE
+from deltabars.eigen.pairs import OUT_OF_TIME, STOPPED, EigenPairs
+from deltabars.errors import ConvergenceWarning, DataError, option, warn
+from deltabars.fitting.state import DEFAULT_TOLERANCE
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.scoring import read_inputs
@@ -54,8 +53,8 @@ class Probe:
     squares: Tensor
     tolerance: float
     fingerprint: int
-    left_out: int = 0
-    margin: float = 1.0
+    left_out: int
+    margin: float
 
     @classmethod
     def take(cls, problem: Problem, inputs: Any, tolerance: float | None, seed: int) -> Probe:
@@ -105,8 +104,8 @@ class Probe:
         estimator: str,
         values: Mapping[str, Tensor],
         projections: Mapping[str, Tensor],
-        overlap: Tensor | None = None,
-        least_hessian: float | None = None,
+        overlap: Tensor | None,
+        least_hessian: float | None,
     ) -> float:
         """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
         if "opg" in values and self.noise is not None:
@@ -136,7 +135,7 @@ class Probe:
         come first; G by its own.
         """
         spaces, problem = operator.spaces, self.problem
-        rows = spaces.select(self.rows)
+        rows, size = spaces.select(self.rows), spaces.reached.size
         pairs = solved.get("opg") if matrix == "hessian" else None
         if pairs is None:
             share = _OPG_SHARE if estimator == "sandwich" else 1.0
@@ -145,27 +144,20 @@ class Probe:
             is_softmax = isinstance(problem.likelihood, Categorical)
             each = {"opg": 1, "ggn": problem.num_outputs - is_softmax}.get(matrix)
             most = None if each is None else each * problem.num_examples
-            size = spaces.reached.size
             return ProbeGrowth(self, matrix, share * self.target, rows, size, informative=most)
         vectors = pairs.vectors
         own = vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
         known = spaces.select(own)
-        return ProbeGrowth(
-            self,
-            "sandwich",
-            self.target,
-            torch.cat([rows, known]),
-            spaces.reached.size,
-            pairs.values,
-            spaces.reached.inner(rows, known),
-        )
+        rows, seen = torch.cat([rows, known]), spaces.reached.inner(rows, known)
+        return ProbeGrowth(self, "sandwich", self.target, rows, size, pairs.values, seen)
 
 
 @dataclass
 class ProbeGrowth:
-    """Decide whether eigenpairs are enough for a probe (see `eigen.projected.Growth`).
+    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`).
 
     Attributes:
+        probe: the inputs.
         estimator: whose error bars are computed.
         tolerance: for the largest relative error of a score.
         rows: of F, and of the eigenvectors of G for a sandwich; reached columns.
@@ -202,11 +194,19 @@ class ProbeGrowth:
 
     def settled(self, values: Tensor) -> Tensor:
         """Return the eigenvalues, with those that can only be λ exactly that, despite rounding."""
-        if self.informative is None or len(values) <= self.informative:
-            return values
         values = values.clone()
-        values[self.informative :] = self.probe.problem.l2
+        if self.informative is not None:
+            values[self.informative :] = self.probe.problem.l2
         return values
+
+    def useful(self, values: Tensor) -> int:
+        """Count the eigenvalues that add anything: those above λ, and one that is λ."""
+        above = int((values > self.probe.problem.l2 * (1 + _AT_FLOOR)).sum())
+        return above + self._at_floor(values[above : above + 1])
+
+    def _at_floor(self, value: Tensor) -> bool:
+        level = self.probe.problem.l2
+        return bool(((value - level).abs() <= _AT_FLOOR * level).any())
 
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
         """Return whether every score is within the tolerance, or no pair can add anything.
@@ -214,14 +214,13 @@ class ProbeGrowth:
         Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
         can those of G and GGN after one that is λ.
         """
-        first = ESTIMATORS[self.estimator][0]
         values = self.settled(values)
         above = max(1, self.useful(values))
         self.is_exhausted = above < len(values) or self._at_floor(values[-1:])
         values, projections = values[:above], projections[:, :above]
         if not bool(values[0] > 0):
             return False
-        count = self.probe.squares.numel()
+        first, count = ESTIMATORS[self.estimator][0], self.probe.squares.numel()
         spectra, seen = {first: values}, {first: projections[:count]}
         overlap = None
         if self.opg_values is not None and self.opg_projections is not None:
@@ -239,27 +238,17 @@ class ProbeGrowth:
         error, exhausted = looked.tolist()
         self.error, self.is_exhausted = error, bool(exhausted)
 
-    def useful(self, values: Tensor) -> int:
-        """Count the eigenvalues that add anything: those above λ, and one that is λ."""
-        above = int((values > self.probe.problem.l2 * (1 + _AT_FLOOR)).sum())
-        return above + self._at_floor(values[above : above + 1])
-
-    def _at_floor(self, value: Tensor) -> bool:
-        level = self.probe.problem.l2
-        return bool(((value - level).abs() <= _AT_FLOOR * level).any())
-
     def outcome(self, pairs: EigenPairs) -> dict[str, Any]:
         """Return what was reached, and why no more was computed; warn where it is too little."""
+        asked = self.tolerance / self.probe.margin
+        stopped = "memory budget"
         if self.error <= self.tolerance:
             stopped = "tolerance"
         elif STOPPED in pairs.statistics:
             stopped = str(pairs.statistics[STOPPED])
         elif self.is_exhausted or len(pairs) >= self.size:
             stopped = "spectrum"
-        else:
-            stopped = "memory budget"
-        asked = self.tolerance / self.probe.margin
-        if stopped != "tolerance" and not self.error <= asked:
+        if not self.error <= asked:
             why = {
                 "spectrum": "which are all above λ.",
                 "memory budget": "with which the memory budget is used up; give a larger "
@@ -268,12 +257,11 @@ class ProbeGrowth:
                 f"{option('tolerance')}, or a {option('checkpoint')}, from which the same call "
                 "resumes.",
             }[stopped]
-            warnings.warn(
+            warn(
                 f"{option('rank', 'auto')}: expected scores within {asked:.3g} of themselves, got "
                 f"{self.error:.3g} with {len(pairs)} eigenpairs, {why} The error bounds of "
                 "predictions show how far they can be trusted.",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         return {
             "stopped_by": stopped,

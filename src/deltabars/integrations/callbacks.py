@@ -19,7 +19,7 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import labelled
 from deltabars.problem.data import examples_of, fingerprint_of, loader_of
 from deltabars.problem.network import fingerprint
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 from deltabars.runtime.distributed import alone
 
 _TRIED = 16  # examples; a coin that is thrown for each comes out alike for all once in 65,536
@@ -93,7 +93,7 @@ class FitsAtTheEnd:
     def __init__(
         self,
         *,
-        l2: L2,
+        l2: L2Rates,
         estimator: str = DEFAULT_ESTIMATOR,
         rank: int | str | None = None,
         data: Any = None,

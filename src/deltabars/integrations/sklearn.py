@@ -21,7 +21,7 @@ from deltabars.integrations.convergence import train_to_convergence
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.prior import L2
+from deltabars.problem.prior import L2Rates
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -49,7 +49,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         network: nn.Module | Builder | None = None,
         *,
-        l2: L2 = 0.01,
+        l2: L2Rates = 0.01,
         estimator: str = DEFAULT_ESTIMATOR,
         rank: int | str | None = None,
         params: Any = None,

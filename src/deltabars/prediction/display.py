@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.errors import BadValueError, library
 
 # Tables have no colours of their own, so that dark pages stay dark.
 _AROUND = "font-variant-numeric:tabular-nums;margin:0.3em 0;overflow-x:auto"
@@ -42,9 +42,13 @@ def _cells(tag: str, cells: Sequence[str]) -> str:
 _IN_TEXT, _IN_HTML = 5, 10  # inputs that are shown
 _TITLES = ["input", "output", "mean ± std (± error)", "score (± error)", ""]
 _WIDTH, _HEIGHT = 120, 14  # of a drawn error bar, in pixels
+_MEANING = {
+    "saturated": "the error bar vanishes with the softmax's slope",
+    "impossible": "the error bar is above √(p(1 − p))",
+}
 
 
-def describe_prediction(prediction: Any) -> str:
+def describe(prediction: Any) -> str:
     """Describe a prediction by its first inputs, one a line."""
     table = [_TITLES, *(cells for cells, _, _ in _rows(prediction, _IN_TEXT))]
     widths = [max(len(row[j]) for row in table) for j in range(len(_TITLES))]
@@ -52,7 +56,7 @@ def describe_prediction(prediction: Any) -> str:
     return "\n".join([_head(prediction), *lines, *_below(prediction, _IN_TEXT)])
 
 
-def describe_prediction_in_html(prediction: Any) -> str:
+def describe_in_html(prediction: Any) -> str:
     """Describe a prediction by a table of its first inputs, with their error bars drawn."""
     rows = _rows(prediction, _IN_HTML)
     ends = [mean + sign * std for _, mean, std in rows for sign in (-1, 1)]
@@ -69,50 +73,39 @@ def describe_prediction_in_html(prediction: Any) -> str:
 def remarks(prediction: Any) -> list[str]:
     """Return the judgement, its remedy, and what the marks of inputs mean, a line each."""
     lines = [] if prediction.judgement is None else prediction.judgement.lines
-    marks = (
-        (prediction.saturated, "saturated: the error bar vanishes with the softmax's slope"),
-        (prediction.impossible, "impossible: the error bar is above √(p(1 − p))"),
-    )
-    said = [
-        f"{int(mark.sum()):,} {text}" for mark, text in marks if mark is not None and mark.any()
-    ]
-    return [*lines, *([f"Marked: {'; '.join(said)}."] if said else [])]
+    counts = {name: int(mark.sum()) for name, mark in _marks(prediction).items() if mark.any()}
+    said = "; ".join(f"{count:,} {name}: {_MEANING[name]}" for name, count in counts.items())
+    return [*lines, f"Marked: {said}."] if said else lines
 
 
 def marks_of(prediction: Any) -> list[str]:
     """Return what is wrong with the error bars of each input, in a word or two; mostly nothing."""
-    marks = {"saturated": prediction.saturated, "impossible": prediction.impossible}
-    known = {name: mark.tolist() for name, mark in marks.items() if mark is not None}
-    return [
-        ", ".join(name for name, mark in known.items() if mark[i]) for i in range(len(prediction))
-    ]
+    known = {name: mark.tolist() for name, mark in _marks(prediction).items()}
+    return [", ".join(k for k, mark in known.items() if mark[i]) for i in range(len(prediction))]
+
+
+def _marks(prediction: Any) -> dict[str, Tensor]:
+    marks = {name: getattr(prediction, name) for name in _MEANING}
+    return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 def _rows(prediction: Any, most: int) -> list[tuple[list[str], float, float]]:
     """Return the cells of each input, and the mean and std of its leading output."""
-    shown = prediction[:most].to("cpu")
-    rows = []
+    shown, rows = prediction[:most].to("cpu"), []
     marks = marks_of(shown)
     for i, k in enumerate(shown.mean.argmax(-1).tolist()):
         mean, std, error = (float(x[i, k]) for x in (shown.mean, shown.std, shown.std_error))
         output = k if shown.classes is None else int(shown.classes[i, k])
-        cells = [
-            f"{i}",
-            f"{output}",
-            f"{mean:.4f} ± {std:.4f} (± {error:.1g})",
-            f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})",
-            marks[i],
-        ]
-        rows.append((cells, mean, std))
+        bar = f"{mean:.4f} ± {std:.4f} (± {error:.1g})"
+        score = f"{float(shown.score[i]):.4f} (± {float(shown.score_error[i]):.1g})"
+        rows.append(([f"{i}", f"{output}", bar, score, marks[i]], mean, std))
     return rows
 
 
 def _head(prediction: Any) -> str:
     count, outputs = prediction.mean.shape
-    return (
-        f"Prediction of {count} input{'' if count == 1 else 's'}, "
-        f"{outputs} output{'' if outputs == 1 else 's'}"
-    )
+    plural = ["" if number == 1 else "s" for number in (count, outputs)]
+    return f"Prediction of {count} input{plural[0]}, {outputs} output{plural[1]}"
 
 
 def _below(prediction: Any, most: int) -> list[str]:
@@ -142,12 +135,7 @@ _MOST_DOTS = 20_000
 
 def axes_or_new(ax: Any) -> Any:
     """Return the Axes given, or those of a new figure."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'deltabars[figures]'."
-        ) from error
+    pyplot = library("matplotlib.pyplot", "figures")
     return pyplot.subplots(layout="constrained")[1] if ax is None else ax
 
 
@@ -156,12 +144,8 @@ def marker_for(count: int) -> str | None:
     return "o" if count == 1 else None
 
 
-def draw_prediction(prediction: Any, ax: Any = None, targets: Tensor | None = None) -> Any:
-    """Draw error bars of all outputs of a few inputs; of many inputs std against mean.
-
-    Raises:
-        BadValueError: there is no input, or targets do not fit.
-    """
+def draw(prediction: Any, ax: Any = None, targets: Tensor | None = None) -> Any:
+    """Draw error bars of all outputs of a few inputs; of many inputs std against mean."""
     shown = prediction.to("cpu")
     label, count = shown.label, len(shown)
     if not count:
@@ -189,17 +173,12 @@ def draw_prediction(prediction: Any, ax: Any = None, targets: Tensor | None = No
 
 def _draw_bars(axes: Any, shown: Any, wrong: Tensor | None) -> None:
     count, outputs = shown.mean.shape
+    style = {"fmt": "o", "markersize": 4, "capsize": 3}
     for i in range(count):
         where = torch.arange(outputs) if shown.classes is None else shown.classes[i]
-        axes.errorbar(
-            (where + 0.6 * ((i + 0.5) / count - 0.5)).numpy(),
-            shown.mean[i].numpy(),
-            yerr=shown.std[i].numpy(),
-            fmt="o",
-            markersize=4,
-            capsize=3,
-            label=f"input {i}" + ("" if wrong is None else ", wrong" if wrong[i] else ", right"),
-        )
+        beside = (where + 0.6 * ((i + 0.5) / count - 0.5)).numpy()
+        label = f"input {i}" + ("" if wrong is None else ", wrong" if wrong[i] else ", right")
+        axes.errorbar(beside, shown.mean[i].numpy(), shown.std[i].numpy(), label=label, **style)
     if shown.classes is None and outputs <= 20:
         axes.set_xticks(range(outputs))
 
@@ -217,7 +196,5 @@ def _draw_dots(axes: Any, shown: Any, wrong: Tensor | None) -> None:
         groups = {"predicted, right": ~wrong, "predicted, wrong": wrong}
     x, y = (values.gather(1, label[:, None])[:, 0] for values in (shown.mean, shown.std))
     for (name, these), color in zip(groups.items(), ("#0072B2", "#E69F00"), strict=False):
-        text = f"{name} ({int(these.sum()):,})"
-        axes.scatter(
-            x[these].numpy(), y[these].numpy(), s=12, color=color, linewidths=0, label=text
-        )
+        style = {"s": 12, "color": color, "label": f"{name} ({int(these.sum()):,})"}
+        axes.scatter(x[these].numpy(), y[these].numpy(), linewidths=0, **style)

@@ -13,10 +13,7 @@ from deltabars.errors import BadValueError
 
 @dataclass(frozen=True)
 class Regression:
-    """A least-squares line y ≈ intercept + slope·x, and the share of variance it explains.
-
-    All three are NaN where there is no such line: all x, or all y, are the same.
-    """
+    """A least-squares line y ≈ intercept + slope·x; NaN where all x, or all y, are the same."""
 
     r2: float
     intercept: float
@@ -56,17 +53,11 @@ def auroc(positives: Tensor, negatives: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RiskCoverage:
-    """How many answers are wrong when only the most certain ones are given.
+    """How many answers are wrong when only the most certain ones are given."""
 
-    Attributes:
-        coverage: the shares k/n of the inputs that are answered, k = 1 … n, (n,).
-        risk: the share of wrong answers among the k most certain ones, (n,).
-        area: the mean of the risks: the area under the curve, 0 where nothing is wrong.
-    """
-
-    coverage: Tensor
-    risk: Tensor
-    area: float
+    coverage: Tensor  # (n,), the shares k/n of the inputs that are answered, k = 1 … n
+    risk: Tensor  # (n,), the share of wrong answers among the k most certain ones
+    area: float  # the mean of the risks: the area under the curve
 
 
 def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
@@ -78,9 +69,6 @@ def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
     Args:
         score: one number an input, high where it is uncertain, (n,).
         wrong: whether its prediction is wrong, (n,).
-
-    Raises:
-        BadValueError: there are none, a score is NaN, or the shapes differ.
 
     Example:
         >>> import torch
@@ -96,7 +84,7 @@ def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
     if bool(score.isnan().any()):
         raise BadValueError("risk_coverage: expected scores that are numbers, got NaN.")
     _, group, sizes = score.unique(return_inverse=True, return_counts=True)  # sorted
-    share = torch.zeros(len(sizes), dtype=torch.float64, device=score.device)
+    share = sizes.new_zeros(len(sizes), dtype=torch.float64)
     share = share.index_add(0, group, wrong.bool().double()) / sizes
     answered = torch.arange(1, len(score) + 1, dtype=torch.float64, device=score.device)
     # On average each answer of a group is wrong by the group's share.
@@ -115,9 +103,6 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int
         probabilities: of the C classes, (n, C): `mean` or `moderated` of a Prediction.
         targets: the true classes, (n,).
         bins: how many intervals.
-
-    Raises:
-        BadValueError: the shapes do not fit, a number is not a probability, or there is no bin.
     """
     if probabilities.ndim != 2 or targets.shape != probabilities.shape[:1] or not len(targets):
         raise BadValueError(
@@ -132,7 +117,6 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int
             "expected_calibration_error: expected probabilities, got numbers outside [0, 1]."
         )
     ends = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=highest.device)
-    place = torch.bucketize(highest, ends[1:-1], right=True)
+    interval = torch.bucketize(highest, ends[1:-1], right=True)
     surplus = highest - (label == targets).double()
-    zero = torch.zeros(bins, dtype=torch.float64, device=highest.device)
-    return float(zero.index_add(0, place, surplus).abs().sum()) / len(targets)
+    return float(highest.new_zeros(bins).index_add(0, interval, surplus).abs().sum()) / len(targets)

@@ -1,10 +1,17 @@
-"""Predictions with error bars, and how they are computed from F and a covariance."""
+"""Predictions with error bars, and one judgement of what these can be read as.
+
+A bar is the standard deviation of a probability that is linear in the weights. Two inequalities
+show where none is. A number in [0, 1] of mean p has a standard deviation of √(p(1 − p)) at most.
+And its mean square deviation from p̂ is at least that of its average p̄: over the classes
+E‖p − p̂‖² ≥ ‖p̄ − p̂‖², so that a score far below that is too small. For one logit both mean that the
+weights scatter it by a standard deviation above 2, farther than the softmax is straight.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,15 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Spread
-from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.covariance.estimators import Spread
+from deltabars.errors import BadValueError, library
+from deltabars.prediction import display
 from deltabars.prediction.averaging import Moderated
-from deltabars.prediction.display import (
-    describe_prediction,
-    describe_prediction_in_html,
-    draw_prediction,
-)
-from deltabars.prediction.judgement import Evidence, Judgement, impossible, judge, saturated
 
 # The columns of a table: those of an input, and those of each of its outputs.
 ONE_AN_INPUT = (
@@ -107,15 +109,9 @@ class Prediction:
         moderated: Moderated | None = None,
         of_probabilities: bool = False,
     ) -> Prediction:
-        """Put error bars on one batch; everything is float64 until the end.
-
-        Args:
-            of_probabilities: whether the mean is one of probabilities.
-        """
-        values: dict[str, Tensor | None] = {
-            "variance": spread.variance,
-            "covariance": spread.covariance if with_covariance else None,
-        }
+        """Put error bars on one batch of means; everything is float64 until the end."""
+        values: dict[str, Tensor | None] = {"variance": spread.variance}
+        values["covariance"] = spread.covariance if with_covariance else None
         std, score = spread.std(bound), spread.score(bound)
         for name, interval in (("std", std), ("score", score)):
             values[name], values[f"{name}_error"] = interval.value, interval.error
@@ -124,8 +120,7 @@ class Prediction:
             values["noise"] = torch.full_like(mean, noise)
             values["total_std"] = (spread.variance + noise**2).sqrt()
         if moderated is not None:
-            average, values["entropy"], values["mutual_information"] = moderated
-            values["moderated"] = average
+            values |= zip(("moderated", "entropy", "mutual_information"), moderated, strict=True)
         found: dict[str, Any] = {
             name: None if value is None else value.to(mean.dtype) for name, value in values.items()
         }
@@ -164,12 +159,9 @@ class Prediction:
         return self._map(lambda value: value[index])
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the ends (B, C) of the intervals that targets to come lie in.
+        """Return the ends (B, C) of the intervals that targets to come lie in, by output.
 
-        mean ∓ z·total_std, with z the normal quantile of (1 + level)/2: of each output by itself.
-
-        Raises:
-            BadValueError: the level is not between 0 and 1, or the prediction is of a class.
+        mean ∓ z·total_std, with z the normal quantile of (1 + level)/2; of a regression.
         """
         if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
             raise BadValueError(f"level: expected a number between 0 and 1, got {level!r}.")
@@ -195,58 +187,159 @@ class Prediction:
     ) -> dict[str, np.ndarray]:
         """Return the columns of a table: label, score, information, then those of each output.
 
-        Args:
-            endings: of the columns of an output, such as names of classes; by default its number,
-                or its index among the classes that were asked for (`class_0`, … are their numbers).
-            interval_ends: whether to have `score_low`, `std_high_0` and the like.
+        The `endings` of an output's columns are its number by default, or its index among the
+        classes that were asked for, whose numbers are in `class_0`, …. Without `interval_ends`
+        there is no `score_low`, `std_high_0` and the like.
         """
         arrays = self.numpy()
-        if not interval_ends:
-            arrays = Arrays({k: v for k, v in arrays.items() if not k.endswith(("_low", "_high"))})
+        known = [k for k in arrays if interval_ends or not k.endswith(("_low", "_high"))]
+        of_inputs = [k for k in ("label", *ONE_AN_INPUT) if k in known and arrays[k].ndim == 1]
+        found = {name: arrays[name] for name in of_inputs}
         ends = endings or [str(k) for k in range(self.mean.shape[1])]
-        found = {
-            name: arrays[name]
-            for name in ("label", *ONE_AN_INPUT)
-            if name in arrays and arrays[name].ndim == 1
-        }
         for name in ("classes", *ONE_AN_OUTPUT):
             title = "class" if name == "classes" else name
-            if name in arrays:
+            if name in known:
                 found |= {f"{title}_{end}": arrays[name][:, k] for k, end in enumerate(ends)}
         return found
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with the columns of `columns`, one row an input."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_pandas() needs pandas: pip install 'deltabars[pandas]'."
-            ) from error
-        return pandas.DataFrame(self.columns())
+        return library("pandas", "pandas").DataFrame(self.columns())
 
     def plot(self, ax: Any = None, *, targets: Tensor | None = None) -> Any:
         """Draw up to six inputs' means with their error bars; of more, std against mean.
 
-        Args:
-            ax: matplotlib Axes to draw into; a new figure by default.
-            targets: the true classes (B,), to tell right from wrong predictions by colour.
-
-        Returns:
-            The Axes.
+        Into the matplotlib Axes `ax`, or a new figure; return the Axes. With `targets`, the true
+        classes (B,), right and wrong predictions have colours of their own.
         """
-        return draw_prediction(self, ax, targets)
+        return display.draw(self, ax, targets)
 
     def __repr__(self) -> str:
-        return describe_prediction(self)
+        return display.describe(self)
 
     def _repr_html_(self) -> str:
-        return describe_prediction_in_html(self)
+        return display.describe_in_html(self)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Prediction:
         mapped: dict[str, Any] = {k: function(value) for k, value in self._tensors().items()}
         return replace(self, **mapped)
+
+
+LEVELS = ("bars", "ranking only", "meaningless")
+
+_VISIBLE = 0.01  # of a probability: contradictions of less matter to nobody
+_BARS_OFF = 3.0
+_SOME, _MOST = 0.05, 0.5  # shares of the inputs
+_WIDE, _EMPTY = 0.25, 1.0  # relative bounds of the score
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a fit says of the bars of all its predictions."""
+
+    rank: int  # K of the prediction
+    opg: bool  # whether the estimator is the one whose bound narrows first
+    last_layer: bool  # whether no other parameters were fitted
+    off_optimum: str = ""  # how far the weights are from an optimum, in words; empty where near
+    at_chance: bool = False  # no better on the training data than constant outputs
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the error bars of a prediction can be read as.
+
+    `"bars"`: standard deviations, as far as can be seen; `"ranking only"`: their order says which
+    inputs are less settled, their size is wrong; `"meaningless"`: not even their order is backed.
+    """
+
+    level: str
+    reason: str  # what was found, in words that Python and the command line share
+    remedy: str  # what to do about it; empty for "bars"
+    evidence: Evidence  # of the fit, so that parts of a prediction can be judged as one
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def lines(self) -> list[str]:
+        """The level with its reason, and the remedy if there is one."""
+        return [f"{self.level}: {self.reason}", *([self.remedy] if self.remedy else [])]
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """Level, reason and remedy, for JSON."""
+        return {"level": self.level, "reason": self.reason, "remedy": self.remedy}
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Judgement:
+        """Read JSON of `dataclasses.asdict`; ValueError, KeyError or TypeError if it is other."""
+        found = cls(**{**raw, "evidence": Evidence(**raw["evidence"])})
+        texts = (found.level, found.reason, found.remedy)
+        if found.level not in LEVELS or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"a judgement {found.level!r}")
+        return found
+
+
+def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
+    """Judge a prediction by its worst finding; the reasons and remedies are those of all."""
+    found = []  # severity, reason, remedy
+    if evidence.at_chance:
+        reason = "On the training data the network is no better than chance."
+        remedy = "Load the trained weights, and prepare inputs and targets as in training."
+        found.append((2, reason, remedy))
+    wide, flat = prediction.impossible, prediction.saturated
+    marked = [mark for mark in (wide, flat) if mark is not None]
+    share = float(torch.stack(marked).any(0).double().mean()) if marked and len(prediction) else 0.0
+    if share > _SOME:
+        parts = [
+            f"{float(mark.double().mean()):.0%} of the inputs have an error bar {text}"
+            for mark, text in (
+                (wide, "above what a probability can have"),
+                (flat, "that vanishes where the softmax saturates"),
+            )
+            if mark is not None and bool(mark.any())
+        ]
+        reason = f"The weights scatter too far for a first-order answer: {' and '.join(parts)}."
+        few = "" if evidence.last_layer else ", or fewer parameters (those of the last layer)"
+        found.append((2 if share > _MOST else 1, reason, f"Fit with a larger λ{few}."))
+    if evidence.off_optimum:
+        reason = f"The weights are at no optimum: {evidence.off_optimum}."
+        remedy = "Train on with this cost, or give the λ that the network was trained with."
+        found.append((1, reason, remedy))
+    bound = mean_bound(prediction)
+    if bound > _WIDE:
+        known = (
+            f"With K = {evidence.rank:,} a score is known to ± {bound:.0%} of itself on average."
+        )
+        other = "" if evidence.opg else ", or with the estimator opg"
+        remedy = f"Fit with a larger rank, or let it choose itself{other}."
+        found.append((2 if bound > _EMPTY else 1, known, remedy))
+    if not found:
+        reason = "Nothing speaks against reading the error bars as standard deviations."
+        return Judgement(LEVELS[0], reason, "", evidence)
+    found.sort(key=lambda finding: -finding[0])
+    severities, reasons, remedies = zip(*found, strict=True)
+    return Judgement(LEVELS[severities[0]], " ".join(reasons), " ".join(remedies), evidence)
+
+
+def impossible(mean: Tensor, std: Tensor) -> Tensor:
+    """Mark inputs (B,) with a bar above what a probability can have: std > √(p(1 − p))."""
+    mean, std = mean.double(), std.double()
+    most = (mean * (1 - mean)).clamp(min=0).sqrt()
+    return ((std > most) & (std > _VISIBLE)).any(1)
+
+
+def saturated(mean: Tensor, score: Tensor, moderated: Tensor) -> Tensor:
+    """Mark inputs (B,) whose bars vanish although their probabilities move: ‖p̄ − p̂‖ > 3·score."""
+    moved = (moderated.double() - mean.double()).norm(dim=1)
+    return (moved > _BARS_OFF * score.double()) & (moved > _VISIBLE)
+
+
+def mean_bound(prediction: Prediction) -> float:
+    """Return the mean of score_error / score, over the inputs whose score is not zero."""
+    score, error = prediction.score.double(), prediction.score_error.double()
+    positive = score > 0
+    return float((error[positive] / score[positive]).mean()) if bool(positive.any()) else 0.0

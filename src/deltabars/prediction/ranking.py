@@ -13,18 +13,18 @@ CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
 
 def most_certain(prediction: Prediction, count: int) -> Tensor:
     """Return the indices (count,) of the inputs with the lowest scores, the lowest first."""
-    return ranked(prediction, _checked(count, prediction), most_certain=True)
+    return _first(prediction, count, most_certain=True)
 
 
 def least_certain(prediction: Prediction, count: int) -> Tensor:
     """Return the indices (count,) of the inputs with the highest scores, the highest first."""
-    return ranked(prediction, _checked(count, prediction))
+    return _first(prediction, count, most_certain=False)
 
 
-def _checked(count: int, prediction: Prediction) -> int:
+def _first(prediction: Prediction, count: int, *, most_certain: bool) -> Tensor:
     if not 1 <= count <= len(prediction):
         raise BadValueError(f"count: expected 1 to {len(prediction)}, got {count}.")
-    return count
+    return ranked(prediction, count, most_certain=most_certain)
 
 
 def ranked(
@@ -49,9 +49,6 @@ def ranked(
         per_class: so many of each predicted class.
         wrong: only inputs whose predicted class is not the target.
 
-    Raises:
-        BadValueError: the prediction does not have the numbers that are asked for.
-
     Example:
         >>> import deltabars
         >>> from deltabars.ranking import ranked
@@ -65,29 +62,24 @@ def ranked(
     """
     doubt = _doubt(prediction, by, targets)
     doubt = doubt.nan_to_num(torch.inf if most_certain else -torch.inf)  # last in both orders
-    order = doubt.sort(descending=not most_certain, stable=True).indices
+    order, labels = doubt.sort(descending=not most_certain, stable=True).indices, prediction.label
     if not wrong and not per_class:
         return order[:count]
-    labels = prediction.label
     if labels is None or labels.ndim != 1:
         raise BadValueError("wrong, per_class: expected predictions of one class an input.")
     if wrong:
         if targets is None or targets.ndim != 1:
             raise BadValueError("wrong: expected data with targets, got none.")
-        order = order[(labels != targets)[order]]
-    if not per_class:
+        order = order[labels.ne(targets)[order]]
+    if not per_class or not len(order):
         return order[:count]
-    found = labels[order]
-    return torch.cat([order[found == label][:count] for label in found.unique()] or [order])
+    return torch.cat([order[labels[order] == label][:count] for label in labels[order].unique()])
 
 
 def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
     """Return the probability (B,) that each input's own target has; NaN where it is no class.
 
     Of one output with yes or no as targets, it is that of the answer.
-
-    Raises:
-        BadValueError: there are no class numbers as targets, or not all classes.
     """
     labels, mean = prediction.label, prediction.mean
     if targets is not None and labels is not None and labels.shape == (len(mean), 1):
@@ -117,7 +109,7 @@ def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     value: Tensor | None = getattr(prediction, by)
     if value is None:
         raise BadValueError(
-            f"by: expected a prediction with {by}, got one without: it is computed for up to 100 "
-            "classes, all of them. Choose another order."
+            f"by: expected a prediction with {by}, got one without (it is computed for all of up "
+            "to 100 classes). Choose another order."
         )
     return value

@@ -1,7 +1,8 @@
-"""Predictions of any number of inputs, a chunk at a time."""
+"""Predictions of any number of inputs, a chunk at a time, of all outputs or of some."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.low_rank import Covariance
+from deltabars.covariance.estimators import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import cotangents, sensitivities
-from deltabars.errors import DataError
+from deltabars.eigen.pairs import is_whole
+from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import Moderation
-from deltabars.prediction.classes import Classes
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
 from deltabars.problem.inputs import Signature, leaves
@@ -31,6 +32,40 @@ _PROBE = 8  # inputs that memory is measured on
 _COPIES = 4  # of the projections (or L Lᵀ), that their squares and sums take about
 
 Found = dict[str, Prediction]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """k of the C outputs: the same ones for all inputs, or those with each input's highest mean."""
+
+    count: int  # k
+    listed: tuple[int, ...] | None  # their numbers; None for the k highest
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Return the numbers (B, k) of the wanted outputs, given all of them (B, C)."""
+        if self.listed is not None:
+            return torch.tensor(self.listed, device=outputs.device).expand(len(outputs), -1)
+        # The mean rises with the output, which has more digits; of equal ones the first goes first.
+        return outputs.sort(dim=-1, descending=True, stable=True).indices[:, : self.count]
+
+
+def choose_classes(asked: Any, num_outputs: int, likelihood: Likelihood) -> Classes | None:
+    """Return the outputs that `"topN"` or a list of their numbers stands for; None for all."""
+    if asked is None:
+        return None
+    top = re.fullmatch(r"top([1-9][0-9]*)", asked) if isinstance(asked, str) else None
+    if top is not None and likelihood.discrete and int(top[1]) <= num_outputs:
+        return Classes(int(top[1]), None)
+    numbers = asked.tolist() if hasattr(asked, "tolist") else asked
+    if isinstance(numbers, list | tuple | range) and 0 < len(numbers) <= num_outputs:
+        known = [int(k) for k in numbers if is_whole(k) and 0 <= k < num_outputs]
+        if len(set(known)) == len(numbers):
+            return Classes(len(known), tuple(known))
+    tops = f"'top1' to 'top{num_outputs}', or " if likelihood.discrete else ""
+    raise BadValueError(
+        f"classes: expected None for all {num_outputs} outputs, {tops}a list of different whole "
+        f"numbers from 0 to {num_outputs - 1}, got {asked!r:.200}."
+    )
 
 
 @dataclass(frozen=True)
@@ -60,10 +95,7 @@ class Scorer:
     memory_budget: int | None
 
     def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> Found:
-        """Predict with every covariance; F and its projections are computed once.
-
-        The chunk size is chosen by the memory budget if None.
-        """
+        """Predict with every covariance; F and its projections are computed once."""
         parts: list[Found] = []
         total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         done = 0
@@ -102,7 +134,7 @@ class Scorer:
         chunk = last = next(chunks, None)
         while any(group.gather_objects(chunk is not None)):
             if last is None:
-                raise DataError("Inputs: expected at least one on every rank, got none.")
+                raise DataError("Inputs: expected at least one on every process, got none.")
             found = self._predict_chunk(last)
             if chunk is not None:
                 yield found
@@ -124,10 +156,8 @@ class Scorer:
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
         predictions = {}
         for name, covariance in self.covariances.items():
-            spread = covariance.spread(
-                sensitivity.squares, sensitivity.projections, sensitivity.gram
-            )
-            moderated = None
+            parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
+            spread, moderated = covariance.spread(*parts), None
             if self.moderation is not None:
                 assert spread.covariance is not None
                 moderated = self.moderation(outputs, spread.covariance)
@@ -158,9 +188,11 @@ class Scorer:
         projected = _COPIES * columns * torch.float64.itemsize
         # Cotangents are rows of as many numbers as there are outputs.
         each = 2 * found.activations + 2 * found.outputs * size + projected
-        per_input = found.count * each + numbers
-        budget = resolve_budget(self.memory_budget, self._network.device)
-        return chunk_within(budget, per_input, _LARGEST_CHUNK, self._network.device)
+        budget, device = (
+            resolve_budget(self.memory_budget, self._network.device),
+            self._network.device,
+        )
+        return chunk_within(budget, found.count * each + numbers, _LARGEST_CHUNK, device)
 
     @property
     def _with_gram(self) -> bool:

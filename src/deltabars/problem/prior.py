@@ -17,7 +17,7 @@ from typing import Any
 from deltabars.errors import BadValueError, is_option
 from deltabars.problem.parameters import ParameterSpace
 
-L2 = float | Mapping[str, float]
+L2Rates = float | Mapping[str, float]
 
 _SAME = 1e-9  # relative: levels of parameters that are meant to be one
 
@@ -32,7 +32,7 @@ class Prior:
         scales: by parameter, in which ω' is measured; empty where ω' is ω.
     """
 
-    given: L2
+    given: L2Rates
     level: float
     scales: Mapping[str, float]
 
@@ -80,7 +80,7 @@ class Prior:
         return Prior(scaled(self.given, factor), factor * self.level, self.scales)
 
 
-def scaled(l2: L2, factor: float) -> L2:
+def scaled(l2: L2Rates, factor: float) -> L2Rates:
     """λ, or several, times a number."""
     if isinstance(l2, Mapping):
         return {pattern: factor * value for pattern, value in l2.items()}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
+from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option, warn
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.losses import Loss, read_loss, told_apart
 from deltabars.problem.batches import Batch
@@ -25,7 +24,7 @@ from deltabars.problem.data import TrainingData
 from deltabars.problem.inputs import Signature, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors, weighted_sum
 from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2, Prior
+from deltabars.problem.prior import L2Rates, Prior
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.runtime.vectors import Spaces
@@ -34,30 +33,12 @@ _LARGEST_CHUNK = {"cpu": 1024}  # examples
 _LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations of a chunk, that derivatives take about
 _PROBE = 64  # examples that the model is tried on
-_FAR, _FAR_RELATIVE = 1.0, 0.5
 _AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of the best constant outputs
 TRAIN_ON = (
     "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
     "SGD and Adam; not of AdamW)."
 )
-
-
-def is_far(relative_gradient: float, distance: float | None) -> bool:
-    """Return whether predictions at the optimum lie outside of their error bars here.
-
-    Args:
-        relative_gradient: ‖∇cost‖ over the norms of its two parts.
-        distance: from the optimum, in error bars; None where it is not known.
-    """
-    return relative_gradient > _FAR_RELATIVE and (distance is None or distance > _FAR)
-
-
-def how_far(relative_gradient: float, distance: float | None) -> str:
-    """Describe the distance from the optimum in a sentence."""
-    if distance is None:
-        return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
-    return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
 
 
 @dataclass(frozen=True)
@@ -144,7 +125,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2 | Prior | None = None,
+        l2: L2Rates | Prior | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -288,23 +269,20 @@ class Problem:
         guesses = found is not None and found <= accuracy + spread
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
-    def warn_if_far_from_optimum(self, distance: float | None) -> None:
-        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
+    def warn_of_optimum(self, far: str) -> None:
+        """Warn that the weights are at no optimum, or that nothing was learned.
 
         Args:
-            distance: from the optimum, in error bars; None where it is not known.
+            far: how far predictions at the optimum are, in words; empty where it is not known.
         """
-        if not self.is_at_chance and not is_far(self.relative_gradient, distance):
-            return
         chance = self._advice_on_chance() if self.is_at_chance else ""
-        moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
-        warnings.warn(
+        moved = f": {far}" if far else ""
+        warn(
             f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
             f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
             f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
             f"{self._advice_on_training_mode()}",
             OptimumWarning,
-            stacklevel=3,
         )
 
     def _advice_on_chance(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, MissingDependencyError, StorageError
+from deltabars.errors import BadValueError, StorageError, library
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,18 +59,8 @@ _METADATA: dict[str, dict[str, str | None]] = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draw with the settings of the house, whatever the user's own are; also a decorator.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Pictures need matplotlib: pip install 'deltabars[figures]'."
-        ) from error
-    with style.context(["default", _SETTINGS]):
+    """Draw with the settings of the house, whatever the user's own are; also a decorator."""
+    with library("matplotlib.style", "figures").context(["default", _SETTINGS]):
         yield
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DeltaBarsError, ProcessError, first_line, option
-from deltabars.runtime.fingerprint import fingerprint
 
 # torch 2.13 has other names for them.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -246,8 +245,7 @@ def check_same_options(group: Group, values: Mapping[str, Any]) -> None:
     """
     if group.size == 1:
         return
-    digests = {name: fingerprint(repr(value)) for name, value in values.items()}
-    first, *others = group.gather_objects(digests)
+    first, *others = group.gather_objects({name: repr(value) for name, value in values.items()})
     for rank, other in enumerate(others, 1):
         names = [name for name in values if other[name] != first[name]]
         if names:

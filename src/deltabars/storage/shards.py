@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, CorruptFileError, FormatVersionError, StorageError
-from deltabars.runtime.sums import add_inner
 from deltabars.runtime.vectors import (
     Basis,
     Part,
     PartedVectors,
     ShardedVectors,
+    add_inner,
     columns,
     ranges,
 )

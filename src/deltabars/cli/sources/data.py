@@ -23,8 +23,7 @@ from deltabars.cli.sources.models import (
     with_full_path,
 )
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.cli.tables import library
-from deltabars.errors import BadValueError, DataError, ModelError, first_line
+from deltabars.errors import BadValueError, DataError, ModelError, first_line, library
 from deltabars.recipes.images import read_cifar10, read_mnist
 from deltabars.recipes.paper import CIFAR10, MNIST
 from deltabars.storage.reading import read_arrays

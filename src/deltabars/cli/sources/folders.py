@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.cli.tables import library
-from deltabars.errors import BadValueError, DataError, DataWarning, first_line, printable
+from deltabars.errors import BadValueError, DataError, DataWarning, first_line, library, printable
 from deltabars.storage.reading import check_unpacked, length_of, open_plain
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")

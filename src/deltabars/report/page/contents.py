@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from deltabars.prediction.display import marks_of
-from deltabars.prediction.judgement import LEVELS, mean_bound
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import LEVELS, Prediction, mean_bound
 from deltabars.report.page.subject import Subject, percent, say, short
 
 _ESTIMATORS = {

@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError, MissingDependencyError
+from deltabars.errors import BadValueError, library
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.report.page.contents import columns, facts, notices, ratio, rows_of
@@ -104,7 +104,9 @@ def save_report(
         )
     used = fit.check_request(estimator=asked.get("estimator"), rank=asked.get("rank"))[1]
     steps = choose_ranks(ranks, used)
-    library, version = plotly_program()
+    library("PIL", "report")  # of the pictures
+    plotly = library("plotly", "report")
+    library("plotly.offline", "report")
     source = Source.of(inputs, fit)
     if prediction is None:
         prediction = fit.predict(inputs, progress=progress, **asked)
@@ -123,24 +125,7 @@ def save_report(
         *(["the K pairs alone"] if asked.get("full_rank") is False else []),
         f"{date.today():%d %B %Y}",
     ]
-    write_text(target, _assemble(subject, table, shelves, str(title), about, library, version))
-
-
-def plotly_program() -> tuple[str, str]:
-    """Return the program of plotly, and its version.
-
-    Raises:
-        MissingDependencyError: plotly or Pillow is not installed.
-    """
-    try:
-        import PIL  # noqa: F401 (of the pictures)
-        import plotly
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingDependencyError(
-            "The report needs plotly and Pillow: pip install 'deltabars[report]'."
-        ) from error
-    return get_plotlyjs(), plotly.__version__
+    write_text(target, _assemble(subject, table, shelves, str(title), about, plotly))
 
 
 def _assemble(
@@ -149,17 +134,9 @@ def _assemble(
     shelves: Sequence[Shelf],
     title: str,
     about: Sequence[str],
-    library: str,
-    version: str,
+    plotly: Any,
 ) -> str:
-    """Return the HTML. All text that comes from users is escaped, in the HTML and in the data.
-
-    Args:
-        rows: the columns of its inputs (`rows_of`).
-        shelves: the gallery.
-        about: what the heading says below the title: the data, the model, the day.
-        library, version: the program of plotly.
-    """
+    """Return the HTML. All text that comes from users is escaped, in the HTML and in the data."""
     plots = {
         "spectrum": spectrum_plot(subject),
         "uncertainty": uncertainty_plot(subject, rows["index"]),
@@ -183,14 +160,14 @@ def _assemble(
         "tables": class_tables(subject),
     }
     fitted_with = subject.fit.diagnostics.get("torch")
-    versions = f"deltabars {VERSION}, plotly {version}"
+    versions = f"deltabars {VERSION}, plotly {plotly.__version__}"
     return Template(_part("page.html")).substitute(
         title=escape(title),
         subtitle=escape(" · ".join(about)),
         versions=escape(versions + (f"; fitted with torch {fitted_with}" if fitted_with else "")),
         css=_part("page.css"),
         data=_json(data),
-        library=library.replace("</script", r"<\/script"),
+        library=plotly.offline.get_plotlyjs().replace("</script", r"<\/script"),
         program="\n".join(map(_part, _PROGRAM)),
     )
 

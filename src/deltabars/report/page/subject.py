@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
-from deltabars.fitting.describe import evidence_of
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 
@@ -110,7 +109,7 @@ def check_subject(
         )
     if prediction.judgement is None:
         prediction = prediction.judged_by(
-            evidence_of(fit, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
+            fit.evidence(asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
         )
     return Subject(
         fit,
