@@ -59,7 +59,7 @@ def left_out(problem: Problem, name: str, rows) -> list[int]:
     shape = problem.network.trained[name].shape
     reached = torch.zeros(problem.num_parameters, dtype=torch.bool)
     reached[problem.reached] = True
-    part = reached[problem.parameters.places[name]].view(shape[0], -1)
+    part = reached[problem.parameters.slices[name]].view(shape[0], -1)
     return [row for row in rows if not bool(part[row].any())]
 
 
@@ -69,8 +69,8 @@ def check_products(problem: Problem, *oracles: Oracle) -> None:
     for operator, kind in ((HessianOperator(problem), "hessian"), (OPGOperator(problem), "opg")):
         exact = sum(oracle.matrix(kind) * (oracle.count / total) for oracle in oracles)
         torch.testing.assert_close(operator.to_dense(), exact, **PRECISION)
-        if problem.reached is not None:
-            block = exact[problem.reached][:, problem.reached]
+        if operator.reached is not None:
+            block = exact[operator.reached][:, operator.reached]
             rows = randn(3, len(block))
             torch.testing.assert_close(operator.reached_matmat(rows), rows @ block, **PRECISION)
 

@@ -202,7 +202,7 @@ def test_several_inputs(named):
     check_products(problem, Oracle(whole, inputs, labels(), L2))
     assert left_out(problem, "a.weight", range(5)) == [0]
     assert left_out(problem, "b.weight", range(2)) == [1]
-    columns = problem.reached - problem.parameters.places["b.weight"].start
+    columns = problem.reached - problem.parameters.slices["b.weight"].start
     assert 0 in columns
     assert 1 not in columns  # the input that is always zero
 

@@ -1,4 +1,4 @@
-"""What curvature matrices share: products with vectors, and the rows that OPG and GGN are made of."""
+"""What curvature matrices share: products with vectors; the rows of OPG and GGN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltabars.curvature.pullback import Pullback, kept_parts
-from deltabars.errors import BadValueError, MissingDependencyError, ModelError
+from deltabars.errors import BadValueError, ModelError, library
 from deltabars.problem.batches import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
@@ -110,12 +110,7 @@ class CurvatureOperator(ABC):
 
     def to_scipy(self) -> Any:
         """Return a `scipy.sparse.linalg.LinearOperator` (SciPy's vectors are columns)."""
-        try:
-            from scipy.sparse.linalg import LinearOperator
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_scipy() needs SciPy: pip install 'deltabars[scipy]'."
-            ) from error
+        linear_operator = library("scipy.sparse.linalg", "scipy").LinearOperator
 
         def matmat(columns: Any) -> Any:
             rows = torch.tensor(columns.T.copy(), device=self.device, dtype=self.dtype)
@@ -125,7 +120,7 @@ class CurvatureOperator(ABC):
             return matmat(column.reshape(-1, 1)).reshape(-1)
 
         kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return LinearOperator(
+        return linear_operator(
             shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
         )
 

@@ -3,8 +3,8 @@
 A call with parameters, its inputs, and the gradients δ by its result give the derivatives by the
 parameters for each example, without another pass:
 
-    y = W a + b      ∂/∂W = Σ_t δ_t a_tᵀ    ∂/∂b = Σ_t δ_t      dense layers, convolutions (patches a)
-    y = w∘x + b      ∂/∂w = Σ δ∘x           ∂/∂b = Σ δ          norms, positions, class tokens, scales
+    y = W a + b      ∂/∂W = Σ_t δ_t a_tᵀ    ∂/∂b = Σ_t δ_t      dense layers; convolutions' patches
+    y = w∘x + b      ∂/∂w = Σ δ∘x           ∂/∂b = Σ δ          norms, scales, class tokens
     y_t = E[id_t]    ∂/∂E[k] = Σ_{t: id_t = k} δ_t              embeddings
 
 `Recorder` notes such calls during a forward pass; `pullback.py` computes δ.
@@ -311,7 +311,7 @@ def _looked_up(ids: Tensor, count: int, gradients: Tensor) -> Tensor:
 
 
 def _term(func: Any, batch: int, left: Any, right: Any, **options: Any) -> Followed:
-    """Sums and products of a parameter with what has a row for each example."""
+    """Follow sums and products of a parameter with what has a row for each example."""
     if options or not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None
     small, large = (left, right) if left.numel() < right.numel() else (right, left)

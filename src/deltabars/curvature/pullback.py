@@ -316,9 +316,10 @@ class Pullback:
         followed = {name: factors.weight_rows() for name, factors in pulled.layers.items()}
         right = _agreeing(followed | pulled.loose, exact)
         missing = tuple(name for name in names if name not in right)
-        if missing and self._examples_together:
-            if _agreeing(self._single_rows(few, back, missing), exact) != {*missing}:
-                self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
+        if not missing or not self._examples_together:
+            return missing
+        if _agreeing(self._single_rows(few, back, missing), exact) != {*missing}:
+            self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
         return missing
 
     def _single_rows(
@@ -365,11 +366,15 @@ class Pullback:
         chosen = [trained[name] for name in names]
         sizes = {name: value.numel() for name, value in trained.items() if name in names}
         rows = {name: back.new_zeros(*back.shape[:2], sizes[name]) for name in names}
+
+        def rows_from(low: int) -> Inputs:
+            return map_leaves(lambda leaf: leaf[low : low + together], inputs)
+
         for low in range(0, len(back), together):
-            here = slice(low, low + together)
             with torch.enable_grad():
-                outputs = self.network.outputs(trained, map_leaves(lambda x: x[here], inputs))  # noqa: B023
-                totals = (outputs.unsqueeze(1) * back[here]).sum(2).flatten().unbind()  # B·R
+                outputs = self.network.outputs(trained, rows_from(low))
+                totals = (outputs.unsqueeze(1) * back[low : low + together]).sum(2)
+                totals = totals.flatten().unbind()  # B·R
             if not outputs.requires_grad:
                 continue
             places = product(range(low, low + len(outputs)), range(back.shape[1]))
