@@ -161,7 +161,7 @@ def _errors_of(bench: Bench, fit: deltabars.DeltaFit, images: Tensor) -> dict[st
 
 
 def _sandwich(bench: Bench) -> tuple[deltabars.DeltaFit, tuple[str, ...]]:
-    """A sandwich fit of computed OPG pairs, and of kept or else made-up Hessian pairs."""
+    """Return a sandwich fit of computed OPG pairs, and of kept or else made-up Hessian pairs."""
     size, subject = bench.size, bench.subject
     rank, count = size.predict_rank, size.predict_fit_images
     data = subject.train(count)

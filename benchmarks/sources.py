@@ -81,7 +81,7 @@ class Spectra:
 
 
 def first_pairs(pairs: EigenPairs, rank: int) -> EigenPairs:
-    """The largest `rank` pairs alone."""
+    """Return the largest `rank` pairs alone."""
     return EigenPairs(
         pairs.values[:rank],
         pairs.vectors[:rank],

@@ -20,7 +20,7 @@ from benchmarks.sources import Sources
 from benchmarks.subject import fresh_network
 from deltabars.cli.entry import main
 from deltabars.errors import BadValueError
-from tests.recipes.test_recipes_paper import idx_bytes
+from tests.scans import idx_bytes
 from tests.stopping import end, start
 
 VIT = ("hidden_size", "num_attention_heads", "intermediate_size")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-import deltabars
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import load
 from deltabars.recipes.images import read_mnist
-from deltabars.recipes.paper import MNIST, PaperNetwork, paper_network
-from deltabars.recipes.reproduction.experiment import Experiment, Options
-from deltabars.recipes.reproduction.settings import small_size
-from deltabars.recipes.reproduction.summary import _line
-from deltabars.recipes.training import Stack, train
+from deltabars.recipes.paper import SMALL, PaperNetwork, paper_network
+from deltabars.recipes.summary import line as summary_line
+from deltabars.recipes.training import train
 from tests.scans import FEW, STEPS
 
 L2 = 0.01
@@ -119,14 +114,6 @@ class TestTraining:
 
 
 class TestSpectra:
-    def test_they_are_those_of_the_stage(self, quick_run):
-        spectra, found = quick_run.stage("spectra"), quick_run.results["eigenvalues"]
-        for name in ("hessian", "opg", "hessian_smallest"):
-            assert found[name] == pytest.approx(spectra[name].tolist(), rel=1e-6)  # seven digits
-        for name in ("hessian", "opg"):
-            assert len(found[name]) == RANK
-            assert found[name] == sorted(found[name], reverse=True)
-
     def test_they_are_the_curvature_along_their_vectors(self, quick_run, fit, network, data):
         """qᵀGq = mean (gₙᵀq)² + λ and qᵀHq, by plain differentiation of the losses."""
         for name in ("hessian", "opg"):
@@ -136,8 +123,10 @@ class TestSpectra:
             exact = second if name == "hessian" else float(first.square().mean())
             # The vectors are float32; a Rayleigh quotient is off by the square of their error, and
             # by the rounding of float32 products.
-            found = quick_run.results["eigenvalues"][name][-1]
-            assert found == pytest.approx(exact + L2, rel=1e-4)
+            found = quick_run.results["eigenvalues"][name]
+            assert found[-1] == pytest.approx(exact + L2, rel=1e-4)
+            assert len(found) == RANK
+            assert found == sorted(found, reverse=True)
 
     def test_effective_parameters(self, quick_run):
         for name in ("hessian", "opg"):
@@ -157,7 +146,7 @@ class TestSpectra:
         assert spread["cost"][1] != spread["cost"][0]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
         for matrix, rank in (("opg", 5), ("hessian", 2)):
-            own = quick_run.stage(f"initialisations-2-seed-1-{matrix}-{rank}")[matrix]
+            own = quick_run.stage(f"spectrum-2-1-{matrix}-{rank}")[matrix]
             assert spread[matrix][1] == pytest.approx(own.tolist(), rel=1e-4)  # five digits
 
 
@@ -201,14 +190,12 @@ class TestEnsembles:
         for each in start:
             for parameter in each.parameters():
                 parameter.data.mul_(0.06)
-        stack = train(
-            Stack.of(MNIST, start), images, labels,
-            steps=STEPS, schedule=small_size(MNIST).schedule[:1], rows=rows, progress=False,
+        networks = train(
+            start, images, labels,
+            steps=STEPS, schedule=SMALL.schedule[:1], rows=rows, progress=False,
         )  # fmt: skip
         with torch.no_grad():
-            found = torch.stack(
-                [stack.network(place)(data["test"][0]).softmax(1).double() for place in range(2)]
-            )
+            found = torch.stack([each(data["test"][0]).softmax(1).double() for each in networks])
         difference = (found[0] - found[1]).abs().numpy()
         # Float32 probabilities; of two numbers the std is their difference over √2.
         np.testing.assert_allclose(arrays["std"], difference / 2**0.5, rtol=0, atol=1e-5)
@@ -228,7 +215,7 @@ class TestEnsembles:
     )
     def test_samples(self, quick_run, fit, network, data, sampler, full_rank, scatter):
         arrays = quick_run.stage(f"samples-4-opg-{sampler}")
-        opg = fit_of(fit, "opg")
+        opg = fit.moved(estimator="opg")
         point = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
         found = []
         for row in opg.sample(4, 0, full_rank=full_rank).double():
@@ -243,29 +230,10 @@ class TestEnsembles:
         assert_line(ours, quick_run.stage("predictions-test")["opg_std"], arrays["std"])
 
     def test_a_falling_line_has_a_negative_correlation(self, quick_run):
-        size = dataclasses.replace(
-            small_size(MNIST),
-            **FEW,
-            steps=STEPS,
-            rank=RANK,
-            initialisations=2,
-            hessians=2,
-            hessian_rank=2,
-            samples=4,
-        )
-        options = Options(
-            quick_run.data, quick_run.out, 0, None, torch.device("cpu"), True, False, False
-        )
-        experiment = Experiment(MNIST, size, options, lambda line: None)
         std = quick_run.stage("predictions-test")["opg_std"]
-        found = _line(experiment, {"std": 1 - 2 * std}, "opg")
+        found = summary_line(std, 1 - 2 * std)
         assert found["correlation"] == pytest.approx(-1)
         assert found["slope"] == pytest.approx(-2)
-
-
-def fit_of(fit, estimator):
-    """A sandwich fit as one of the estimators that it serves."""
-    return deltabars.DeltaFit(fit.state.moved(estimator=estimator))
 
 
 def test_the_foreign_image(quick_run, fit):
@@ -274,13 +242,13 @@ def test_the_foreign_image(quick_run, fit):
     np.testing.assert_array_equal(arrays["image"], board[None])
     assert found["ranks"] == [1, 2, 3, 4, 5]
     image = torch.from_numpy(board).float()[None, None]
-    for place, rank in enumerate(found["ranks"]):
+    for index, rank in enumerate(found["ranks"]):
         options = {"rank": int(rank), "estimator": "opg"}
         full = fit.predict(image, **options)
         low = fit.predict(image, full_rank=False, **options)
         # Float32, in a batch of another size.
-        assert found["full"][place] == pytest.approx(float(full.score), rel=1e-4)
-        assert found["low_rank"][place] == pytest.approx(float(low.score), rel=1e-4)
+        assert found["full"][index] == pytest.approx(float(full.score), rel=1e-4)
+        assert found["low_rank"][index] == pytest.approx(float(low.score), rel=1e-4)
     score = np.sort(quick_run.stage("predictions-train")["opg_score"])[::-1]
     assert found["highest_training_scores"] == pytest.approx(score[:10].tolist(), rel=1e-4)
 

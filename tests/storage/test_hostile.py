@@ -28,8 +28,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.folders import Preparation
-from deltabars.cli.sources.models import NamedModel
-from deltabars.cli.sources.weights import read_weights
+from deltabars.cli.sources.models import NamedModel, read_weights
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -45,7 +44,7 @@ from deltabars.storage.reading import ALWAYS, MOST_TIMES, open_plain, parse_json
 from deltabars.storage.writing import write_text
 from tests.hostile import Tried, every_truncation, in_child, mutated, subjects, try_all
 from tests.networks import dense
-from tests.recipes.test_recipes_paper import idx_bytes
+from tests.scans import idx_bytes
 from tests.workshop import contents
 
 FILES = 25  # altered at random, of each kind

@@ -28,7 +28,7 @@ from deltabars.errors import (
 )
 from deltabars.runtime.vectors import PartedVectors
 from deltabars.storage import format as storage
-from deltabars.storage import shards
+from deltabars.storage import format as shards
 from tests.conftest import cached_case
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
@@ -122,7 +122,7 @@ class TestFolder:
 
     def test_parts_can_be_written_by_many(self, fit, tmp_path, dense_case):
         """As the processes of a distributed fit do, each with its own columns."""
-        from deltabars.fitting.saving import head_of
+        from deltabars.fitting.files import _head_of as head_of
 
         places = [(20, 43), (0, 20)]
         parts = [

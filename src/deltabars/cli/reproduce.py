@@ -9,13 +9,13 @@ from typing import Any
 
 from deltabars.cli.options import Code, call, compute_device, program, sayer
 from deltabars.errors import BadValueError
-from deltabars.recipes.paper import RECIPES, Recipe, blank_network, load_weights
-from deltabars.recipes.reproduction.settings import Size, beside_published, paper_size, small_size
+from deltabars.recipes.paper import RECIPES, SMALL, Recipe, Size, blank_network, load_weights
+from deltabars.recipes.summary import beside_published
 
 _DESCRIPTION = """\
 Train the paper's network, fit the hessian, opg and sandwich estimators at the paper's K, put error
 bars on all training and test images, and write results.json and every figure of the paper. Each
-stage is kept in OUT/stages: a run that was stopped goes on where it was. The paper's size is for a
+stage is kept in OUT/stages: run the same command again to resume a run that was stopped. The paper's size is for a
 GPU; --small takes about two minutes on two cores.
 """
 _EPILOG = """\
@@ -70,8 +70,8 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the reproduction and print its numbers beside the paper's."""
-    from deltabars.recipes.reproduction.experiment import Options
-    from deltabars.recipes.reproduction.pictures import reproduce
+    from deltabars.recipes.pictures import reproduce
+    from deltabars.recipes.reproduction import Options
 
     recipe = RECIPES[options.experiment]
     size = _size(options, recipe)
@@ -119,10 +119,9 @@ def python(options: argparse.Namespace) -> str:
     return program(
         "from pathlib import Path",
         "import torch",
-        f"from deltabars.recipes.paper import {name}, load_weights",
-        "from deltabars.recipes.reproduction.experiment import Options",
-        "from deltabars.recipes.reproduction.runner import reproduce",
-        "from deltabars.recipes.reproduction.settings import Size",
+        f"from deltabars.recipes.paper import {name}, Size, load_weights",
+        "from deltabars.recipes.pictures import reproduce",
+        "from deltabars.recipes.reproduction import Options",
         f"\nsize = {_size(options, recipe)!r}",
         "options = " + call("Options", **{key: Code(value) for key, value in arguments.items()}),
         f"results = reproduce({name}, size, options, print)",
@@ -136,7 +135,7 @@ def _out(options: argparse.Namespace) -> Path:
 
 def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
     """The paper's size or the small one, with the numbers that were given instead."""
-    size = small_size(recipe) if options.small else paper_size(recipe)
+    size = SMALL if options.small else recipe.size
     most = sum(parameter.numel() for parameter in blank_network(recipe).parameters())
     for name in _COUNTS:
         key = name.replace("-", "_")

@@ -1,6 +1,6 @@
 """Matrices as products with rows, and their eigenpairs: how good they are, and how they were found.
 
-A solver takes any matrix that `as_products` takes and returns `EigenPairs`. `audit` measures these
+A solver takes any matrix that `Products` takes and returns `EigenPairs`. `audit` measures these
 against the matrix itself.
 """
 
@@ -41,27 +41,50 @@ _ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long
 
 
 class Products:
-    """Count the products with a matrix that is given by a function of rows."""
+    """A symmetric matrix as products with rows, which are counted.
 
-    def __init__(
-        self,
-        size: int,
-        function: Callable[[Tensor], Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-        space: Space | None = None,
-    ) -> None:
-        self.space = space or Space(size)
-        self.shape = (size, size)
-        self.device = device
-        self.dtype = dtype
+    Args:
+        matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
+            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
+            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
+            are float64 on the CPU. One with a `space` works on the columns of this process.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        shape = tuple(getattr(matrix, "shape", ()))
+        if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+            raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
+        single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
+        self.dtype = torch.float32 if single else torch.float64
+        own = getattr(matrix, "device", None)
+        self.device = own if isinstance(own, torch.device) else torch.device("cpu")
+        self.shape = (int(shape[0]), int(shape[0]))
+        self.space: Space = getattr(matrix, "space", None) or Space(self.shape[0])
         self.products = 0
-        self._function = function
+        self._function = self._row_function(matrix)
 
     def matmat(self, vectors: Tensor) -> Tensor:
-        self.products += vectors.shape[0]
-        result = self._function(vectors)
-        return check_finite(result)
+        """Return the products with rows (b, p)."""
+        self.products += len(vectors)
+        return check_finite(self._function(vectors))
+
+    def _row_function(self, matrix: Any) -> Callable[[Tensor], Tensor]:
+        if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
+            fixed = torch.as_tensor(matrix).detach().to(self.device, self.dtype)
+            return lambda rows: rows @ fixed.T
+        if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
+            return lambda rows: (
+                torch.as_tensor(matrix @ rows.T.cpu().numpy())
+                .T.to(self.device, self.dtype)
+                .contiguous()
+            )
+        if hasattr(matrix, "matmat"):
+            return lambda rows: matrix.matmat(rows)
+        if hasattr(matrix, "__matmul__"):
+            return lambda rows: (matrix @ rows.T).T.contiguous()
+        raise BadValueError(
+            f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
+        )
 
 
 def check_finite(products: Tensor) -> Tensor:
@@ -74,45 +97,6 @@ def check_finite(products: Tensor) -> Tensor:
             f"{'' if products.dtype == torch.float64 else wider}."
         )
     return products
-
-
-def as_products(matrix: Any) -> Products:
-    """Wrap any symmetric matrix as products with rows.
-
-    Args:
-        matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
-            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
-            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
-            are float64 on the CPU. One with a `space` works on the columns of this process.
-    """
-    shape = tuple(getattr(matrix, "shape", ()))
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
-    single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
-    dtype = torch.float32 if single else torch.float64
-    own = getattr(matrix, "device", None)
-    device = own if isinstance(own, torch.device) else torch.device("cpu")
-    function = _row_function(matrix, device, dtype)
-    return Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
-
-
-def _row_function(
-    matrix: Any, device: torch.device, dtype: torch.dtype
-) -> Callable[[Tensor], Tensor]:
-    if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
-        fixed = torch.as_tensor(matrix).detach().to(device, dtype)
-        return lambda rows: rows @ fixed.T
-    if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
-        return lambda rows: (
-            torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype).contiguous()
-        )
-    if hasattr(matrix, "matmat"):
-        return lambda rows: matrix.matmat(rows)
-    if hasattr(matrix, "__matmul__"):
-        return lambda rows: (matrix @ rows.T).T.contiguous()
-    raise BadValueError(
-        f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +182,8 @@ class EigenPairs:
         """Return the eigenpairs of factor·A + shift·I, factor > 0."""
         values = factor * self.values + shift
         smallest = factor * self.smallest + shift
-        before, after = residual_scale(self.values), residual_scale(values)
-        ends = self.values[:1].expand_as(self.smallest)
-        lower = lower_scale(self.smallest, ends) / lower_scale(smallest, factor * ends + shift)
+        scale = residual_scale(self.values), residual_scale(values)
+        lower = residual_scale(self.smallest, self.values[:1]), residual_scale(smallest, values[:1])
         statistics = dict(self.statistics)
         if LEAST_RITZ in statistics:
             statistics[LEAST_RITZ] = factor * float(statistics[LEAST_RITZ]) + shift
@@ -209,18 +192,19 @@ class EigenPairs:
         return replace(
             self,
             values=values,
-            residuals=factor * (self.residuals * before / after),
+            residuals=factor * (self.residuals * scale[0] / scale[1]),
             smallest=smallest,
-            smallest_residuals=factor * (self.smallest_residuals * lower),
+            smallest_residuals=factor * (self.smallest_residuals * (lower[0] / lower[1])),
             statistics=statistics,
         )
 
     def first(self, count: int) -> EigenPairs:
         """Return the `count` largest pairs; the values of the others go to `smallest`."""
+        vectors = first(self.vectors, count)
         return replace(
             self,
             values=self.values[:count],
-            vectors=_first(self.vectors, count),
+            vectors=vectors.clone() if isinstance(vectors, Tensor) else vectors,
             residuals=self.residuals[:count],
             smallest=torch.cat([self.smallest, self.values[count:].flip(0)]),
             smallest_residuals=torch.cat([self.smallest_residuals, self.residuals[count:].flip(0)]),
@@ -228,19 +212,9 @@ class EigenPairs:
 
     def to(self, device: torch.device | str) -> EigenPairs:
         """Move the pairs to a device."""
-        return replace(
-            self,
-            values=self.values.to(device),
-            vectors=self.vectors.to(device),
-            residuals=self.residuals.to(device),
-            smallest=self.smallest.to(device),
-            smallest_residuals=self.smallest_residuals.to(device),
-        )
-
-
-def _first(vectors: Any, count: int) -> Any:
-    found = first(vectors, count)
-    return found.clone() if isinstance(found, Tensor) else found
+        tensors = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in tensors}
+        return replace(self, **moved)
 
 
 def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
@@ -255,50 +229,44 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
     if indices is None:
         return pairs
     count, others = len(pairs), space.size - len(indices)
-    first = int((pairs.values >= elsewhere).sum())
-    units = min(count - first, others)  # they come before eigenvalues that are lower
-    last = count - first - units
+    free = torch.ones(space.size, dtype=torch.bool, device=indices.device)
+    free[indices] = False
+    spots = (free.nonzero()[:count, 0] - space.own.start).tolist()
+    units = pairs.values.new_full((len(spots),), elsewhere)
+    values, order = torch.cat([pairs.values, units]).sort(descending=True, stable=True)
+    order = order[:count]
     vectors = pairs.vectors.new_zeros(count, space.width)
-    vectors[:first, here] = pairs.vectors[:first]
-    vectors[first + units :, here] = pairs.vectors[first : first + last]
-    if units:
-        free = torch.ones(space.size, dtype=torch.bool, device=indices.device)
-        free[indices] = False
-        spots = free.nonzero()[:units, 0] - space.own.start
-        mine = ((spots >= 0) & (spots < space.width)).nonzero()[:, 0]
-        vectors[first + mine, spots[mine]] = 1.0
-
-    def with_units(old: Tensor, new: float) -> Tensor:
-        return torch.cat([old[:first], old.new_full((units,), new), old[first : first + last]])
-
-    copies = pairs.smallest.new_full((min(others, len(pairs.smallest)),), elsewhere)
-    lower, order = torch.cat([pairs.smallest, copies]).sort(stable=True)
-    exact = torch.cat([pairs.smallest_residuals, torch.zeros_like(copies)])[order]
+    for row, source in enumerate(order.tolist()):
+        if source < count:
+            vectors[row, here] = pairs.vectors[source]
+        elif 0 <= spots[source - count] < space.width:
+            vectors[row, spots[source - count]] = 1.0
+    known = len(pairs.smallest)
+    copies = pairs.smallest.new_full((min(others, known),), elsewhere)
+    lower, rising = torch.cat([pairs.smallest, copies]).sort(stable=True)
     statistics = dict(pairs.statistics)
     if LEAST_RITZ in statistics:
         statistics[LEAST_RITZ] = min(float(statistics[LEAST_RITZ]), elsewhere)
     return EigenPairs(
-        with_units(pairs.values, elsewhere),
+        values[:count],
         vectors,
-        with_units(pairs.residuals, 0.0),
-        lower[: len(pairs.smallest)],
-        exact[: len(pairs.smallest)],
+        torch.cat([pairs.residuals, torch.zeros_like(units)])[order],
+        lower[:known],
+        torch.cat([pairs.smallest_residuals, torch.zeros_like(copies)])[rising[:known]],
         statistics,
     )
 
 
-def residual_scale(values: Tensor) -> Tensor:
-    """Return the scale of residual norms: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
+def residual_scale(values: Tensor, largest: Tensor | None = None) -> Tensor:
+    """Return the scale of residual norms: max(|λ|, 1), or max(|λ|, |λ₁|) where that is below 1.
 
     Against a plain max(λ, 1) this keeps a tolerance meaningful for matrices of small norm.
+
+    Args:
+        largest: λ₁, (1,); the first of the values by default.
     """
-    return lower_scale(values, values[:1].expand_as(values))
-
-
-def lower_scale(values: Tensor, largest: Tensor) -> Tensor:
-    """Return `residual_scale` for values that do not hold the largest one themselves."""
-    tiny = torch.finfo(values.dtype).tiny
-    return torch.maximum(values.abs(), largest.abs().clamp(max=1.0)).clamp(min=tiny)
+    top = (values[:1] if largest is None else largest).abs().clamp(max=1.0)
+    return torch.maximum(values.abs(), top).clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def check_rank(rank: int, size: int) -> None:
@@ -321,10 +289,9 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 
 def residual_tolerance(dtype: torch.dtype, l2: float) -> float:
-    """Return the residual to reach where eigenvalues count beside λ = `l2`.
+    """Return the residual to reach where eigenvalues count beside λ = `l2`: a thousandth of λ.
 
-    A thousandth of λ, at least what the type of the products can resolve, at most the default.
-    (Intervals count what remains, see `covariance.Defects`.)
+    At least what the type of the products can resolve, at most the default.
     """
     least = 2 * torch.finfo(dtype).eps
     return max(least, min(default_tolerance(dtype), _SHARE_OF_L2 * l2))
@@ -412,21 +379,20 @@ def audit(
 ) -> dict[str, float]:
     """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
 
+    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
+    its mean square is the sum of theirs.
+
     Args:
         matmat: products of the matrix with rows (b, p) of the own columns.
         space: of the rows.
         pairs: with vectors (K, p).
         seed: of the signs.
 
-    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
-    its mean square is the sum of theirs.
-
     Returns:
         `orthogonality`, the largest entry of |QQᵀ − I|, and `orthogonality_norm`, its norm;
         `product_rounding`, what rounding in products may add to ‖Aq − λq‖; `residual_rms`, the
-        root mean square of that; `largest_residual` as the solver reported it; and the limits of
-        orthogonality and `residual_rms`, `orthogonality_limit` and `residual_limit`: some times
-        what the solver promised, and the rounding of a product.
+        root mean square of that; `largest_residual` as the solver reported it; and two limits:
+        some times what the solver promised, and the rounding of a product.
     """
     vectors = pairs.vectors
     gram = space.inner(vectors, vectors)
@@ -442,13 +408,13 @@ def audit(
     norm = max(abs(float(pairs.values[0])), abs(pairs.least))
     rms = float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5
     known = float((pairs.residuals * residual_scale(pairs.values)).square().mean().sqrt())
-    own = torch.finfo(vectors.dtype).eps
+    own, finite = torch.finfo(vectors.dtype).eps, bool(gram.isfinite().all())
     # Models may have parts of their own in float32, such as norms of Hugging Face's.
     rounding = max(_ROUNDING * own, torch.finfo(torch.float32).eps) * norm
     return {
         "orthogonality": float(gram.abs().max()),
         "orthogonality_limit": _FAR * usual,
-        SKEW: _norm(gram.cpu()),
+        SKEW: float(torch.linalg.eigvalsh(gram.cpu()).abs().max()) if finite else math.nan,
         PRODUCT_ROUNDING: _USUAL * own * norm + _TIMES * max(0.0, rms - known),
         "residual_rms": rms,
         "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
@@ -456,19 +422,8 @@ def audit(
     }
 
 
-def _norm(gram: Tensor) -> float:
-    """‖·‖₂ of a symmetric matrix; NaN where a number in it is."""
-    finite = bool(gram.isfinite().all())
-    return float(torch.linalg.eigvalsh(gram).abs().max()) if finite else float("nan")
-
-
 def warn_of_audit(name: str, found: dict[str, float]) -> None:
-    """Warn where pairs are far from what their solver promised.
-
-    Args:
-        name: of the matrix.
-        found: as `audit` returns it.
-    """
+    """Warn where pairs of the named matrix are far from what their solver promised."""
     if not found["orthogonality"] <= found["orthogonality_limit"]:
         warn(
             f"Eigenvectors of the {name}: expected orthonormal ones, to "

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
@@ -16,21 +21,21 @@ from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataWarning, ModelError, option, warn
-from deltabars.fitting.checkpoints import Checkpoint, Session, opened
+from deltabars.fitting.checkpoints import Checkpoint, Session, identity_of, opened
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe
-from deltabars.fitting.identity import identity_of, manifest
 from deltabars.fitting.solving import Deadline, Task, solve
 from deltabars.fitting.state import FitOptions, FittedState, off_optimum
 from deltabars.fitting.tuning import with_settled_noise
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.likelihoods.losses import Loss
+from deltabars.likelihoods.losses import Loss, described, is_own
 from deltabars.problem.behaviour import Behaviour
 from deltabars.problem.parameters import LastLayer, Selection, plain_model
 from deltabars.problem.prior import L2Rates
 from deltabars.problem.problem import Problem
+from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
@@ -78,11 +83,9 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
-            likelihood, that of the cost with its value in place of the mean loss. Or a mapping from
-            name patterns to the λs of their parameters, of which the last that matches counts:
-            `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
-            D = diag(λᵢ), in which λ is 1.
+            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
+            patterns to λs, of which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`;
+            eigenvalues are then those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
@@ -97,7 +100,8 @@ def fit(
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
             `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
             training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
-            noise), whose weights, smoothing and reduction are accounted for.
+            noise), whose weights, smoothing and reduction are accounted for; λ is then that of the
+            cost with its value in place of the mean loss.
         solver: `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"` (exact, for small
             P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G and GGN; a sandwich
             takes its H from Lanczos); or `"auto"`, for one of the first two.
@@ -107,19 +111,18 @@ def fit(
         batch_size: examples processed at a time, whatever the loader's batches are; by default
             chosen by the memory budget. Where memory runs out all the same, it is halved.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
-            of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
-            is left is counted in the intervals.
+            of λ, within what the dtype allows. What is left is counted in the intervals.
         max_products: at most so many products a matrix; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
         deterministic: the same seed gives the same bits on a GPU too, with torch's deterministic
             algorithms alone; a model with an operation that has none is refused.
-        max_seconds: stop after so long with the pairs that have converged by then (at least one a
-            matrix), whose error bounds hold, with a warning. Checked between products. With a
-            checkpoint, the same call with more time resumes. For the solvers `"auto"`, `"krylov"`
-            and `"incremental"`.
-        allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
-            sigmoid, which are refused otherwise.
+        max_seconds: stop after so long, between two products, with the pairs that have converged by
+            then (at least one a matrix), whose error bounds hold, and a warning. With a checkpoint
+            the same call with more time resumes. For the solvers `"auto"` (which is then
+            `"krylov"`), `"krylov"` and `"incremental"`.
+        allow_probabilities: take outputs for logits that look like probabilities, which are refused
+            otherwise.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
             is resumed by the same call, in as many processes, and ends with the same bits on a CPU;
@@ -219,7 +222,7 @@ def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, 
             f"examples out and uses the {problem.num_examples:,} others.",
             DataWarning,
         )
-    record = manifest(problem, options)
+    record = manifest(problem, options.as_json())
     found = {
         "manifest": record,
         "mean_loss": problem.mean_loss,
@@ -263,7 +266,6 @@ def _solve_all(
         number = None if chosen is None else chosen.fingerprint
         session.begin(identity_of(diagnostics["manifest"], problem, number), problem.memory_budget)
     spectra: dict[str, EigenPairs] = {}
-    diagnostics["forecast"] = {}
     # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
     names = ESTIMATORS[estimator][::-1]
     for index, name in enumerate(names):
@@ -272,7 +274,7 @@ def _solve_all(
         kept = None if session is None else session.of(name)
         own = deadline.first_of(len(names) - index)
         task = Task(name, operator, options, growth, kept, own, progress)
-        spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(task)
+        spectra[name], diagnostics[name] = solve(task)
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name])
     if group.size > 1:
@@ -354,3 +356,64 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
         return 0.0
     squares = state.informative_examples * along[known].square() / values[known]
     return float((weights @ squares / weights.sum()).sqrt())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the machine, as JSON values."""
+    cuda = device.type == "cuda"
+    name = platform.processor() or platform.machine()
+    processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
+    return {
+        "deltabars": VERSION,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if cuda else processor,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
+
+    Returns:
+        The environment; `dtype`; `weights`, their fingerprint; `data`: their fingerprint (in any
+        order), their number and the form of the inputs; and `options`.
+    """
+    likelihood = problem.likelihood
+    own = is_own(likelihood)
+    return {
+        **environment(problem.device),
+        "dtype": str(problem.dtype),
+        "weights": problem.network.weights,
+        "data": {
+            "fingerprint": f"{problem.data.fingerprint:016x}",
+            "num_examples": problem.num_examples,
+            "inputs": _plain(asdict(problem.data.signature)),
+        },
+        "options": _plain(
+            {
+                **options,
+                "l2": problem.given_l2,
+                "params": list(problem.parameters.names),
+                "likelihood": described(likelihood) if own else type(likelihood).__name__,
+            }
+        ),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Convert to the kinds of JSON: NumPy has numbers of another type."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)

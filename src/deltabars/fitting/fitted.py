@@ -14,8 +14,8 @@ from deltabars.covariance.tail import Tail
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
-from deltabars.fitting.certifying import Certifier
-from deltabars.fitting.saving import MAX_FILE_SIZE, save
+from deltabars.fitting.certifying import certify
+from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
@@ -174,12 +174,20 @@ class DeltaFit(FittedState):
 
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
-        shown = self.shows_progress(progress)
         check_space(space)
         if batch_size is not None:
             check_whole("batch_size", batch_size)
-        certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
-        return certifier.predict(inputs, space, batch_size, shown)
+        return certify(
+            self,
+            inputs,
+            data,
+            tolerance=tolerance,
+            space=space,
+            estimator=estimator,
+            max_products=max_products,
+            batch_size=batch_size,
+            progress=self.shows_progress(progress),
+        )
 
     def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
@@ -325,39 +333,31 @@ class DeltaFit(FittedState):
 
     def _repr_html_(self) -> str:
         head = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
+        tables = html_table(list(self._numbers), [list(self._numbers.values())])
+        tables += html_table(head, self._ends)
         return (
-            paragraph(f"DeltaFit: {self.estimator}")
-            + html_table(list(self._numbers), [list(self._numbers.values())])
-            + html_table(head, self._ends)
-            + "".join(map(paragraph, self._notes))
+            paragraph(f"DeltaFit: {self.estimator}") + tables + "".join(map(paragraph, self._notes))
         )
 
     @property
     def _numbers(self) -> dict[str, str]:
         l2 = self.l2 if isinstance(self.l2, Mapping) else {"": self.l2}
-        numbers = {
-            "N": f"{self.num_examples:,}",
-            "P": f"{self.num_parameters:,}",
-            "K": f"{self.rank:,}",
-            "λ": ", ".join(
-                f"{value:g} ({name})" if name else f"{value:g}" for name, value in l2.items()
-            ),
-        }
-        return numbers if self.noise is None else numbers | {"σ": f"{self.noise:g}"}
+        levels = [f"{value:g} ({name})".removesuffix(" ()") for name, value in l2.items()]
+        counts = {"N": self.num_examples, "P": self.num_parameters, "K": self.rank}
+        found = {name: f"{count:,}" for name, count in counts.items()} | {"λ": ", ".join(levels)}
+        return found if self.noise is None else found | {"σ": f"{self.noise:g}"}
 
     @property
     def _ends(self) -> list[list[str]]:
         """Of each matrix: its name, first and last eigenvalue, the last over λ, the residual."""
-        return [
-            [
-                name,
-                f"{float(pairs.values[0]):.4g}",
-                f"{float(pairs.values[-1]):.4g}",
-                f"{float(pairs.values[-1]) / self.level:.4g}",
-                f"{float(pairs.residuals.max()):.1g}",
-            ]
-            for name, pairs in self.spectra.items()
-        ]
+        found = []
+        for name, pairs in self.spectra.items():
+            first, last = float(pairs.values[0]), float(pairs.values[-1])
+            residual = f"{float(pairs.residuals.max()):.1g}"
+            found.append(
+                [name, f"{first:.4g}", f"{last:.4g}", f"{last / self.level:.4g}", residual]
+            )
+        return found
 
     @property
     def _notes(self) -> list[str]:
@@ -377,6 +377,51 @@ class DeltaFit(FittedState):
         if lost:
             notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
         return [*notes, f"effective parameters: {self.effective_parameters:.1f} in the K pairs"]
+
+
+def load(
+    path: Any,
+    model: torch.nn.Module,
+    *,
+    check_weights: bool = True,
+    device: torch.device | str | None = None,
+    memory_budget: int | None = None,
+    offload: bool | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
+
+    Args:
+        path: the file, or the folder of several.
+        model: the network, with the same weights.
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
+            the names and shapes of the parameters must agree, and the error bars are those of
+            the *given* weights under the fitted curvature.
+        device: where to compute; the model's own by default.
+        memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default they stay where they take more than three quarters of the memory budget. The
+            files are read through in either case, to see that they are whole.
+
+    Raises:
+        CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
+    """
+    fields = read_fields(path, model, check_weights, device, memory_budget, offload)
+    return DeltaFit(**fields, memory_budget=memory_budget, progress=progress)
 
 
 def _positive(values: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ class Probe:
         problem: whose matrices are to be solved.
         rows: F of the inputs, (n·C, p): the columns of this process.
         squares: ‖f‖² of its rows, (n, C).
-        tolerance: for the score's error relative to the score, of every input.
         fingerprint: of the inputs.
         left_out: how many inputs were left out because their bars are zero.
+        tolerance: for the score's error relative to the score, of every input.
         margin: the share of the tolerance to aim at: below 1 where the probe is of training
             examples, as the error is larger on new inputs.
     """
@@ -51,9 +51,9 @@ class Probe:
     problem: Problem
     rows: Tensor
     squares: Tensor
-    tolerance: float
     fingerprint: int
     left_out: int
+    tolerance: float
     margin: float
 
     @classmethod
@@ -80,51 +80,11 @@ class Probe:
             problem,
             group.exchange_rows(rows.flatten(0, 1), problem.spaces.whole.columns),
             squares,
-            DEFAULT_TOLERANCE if tolerance is None else tolerance,
             sum(group.gather_objects(fingerprint_of(batches))) % 2**64,
             left_out,
+            DEFAULT_TOLERANCE if tolerance is None else tolerance,
             _DRAWN_MARGIN if inputs is None else 1.0,
         )
-
-    @property
-    def target(self) -> float:
-        """The error to reach: the tolerance times the margin."""
-        return self.margin * self.tolerance
-
-    @property
-    def noise(self) -> float | None:
-        """σ of regression; where it is to be estimated, that of all residuals."""
-        likelihood = self.problem.likelihood
-        if not isinstance(likelihood, Gaussian) or likelihood.noise is not None:
-            return likelihood.target_noise
-        return float((2 * self.problem.mean_loss / self.problem.num_outputs) ** 0.5) or None
-
-    def relative_error(
-        self,
-        estimator: str,
-        values: Mapping[str, Tensor],
-        projections: Mapping[str, Tensor],
-        overlap: Tensor | None,
-        least_hessian: float | None,
-    ) -> float:
-        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
-        if "opg" in values and self.noise is not None:
-            factor = 1 / self.noise**2
-            moved = factor * values["opg"] + (1 - factor) * self.problem.l2
-            values = {**values, "opg": moved}
-        covariance = build_covariance(
-            estimator,
-            values,
-            rank=max(len(each) for each in values.values()),
-            l2=self.problem.l2,
-            num_parameters=self.problem.num_parameters,
-            num_examples=self.problem.num_examples,
-            overlap=overlap,
-            least_hessian=least_hessian,
-        )
-        shaped = {name: part.view(*self.squares.shape, -1) for name, part in projections.items()}
-        score = covariance.spread(self.squares, shaped).score("rigorous")
-        return float((score.error / score.value).max())
 
     def growth(
         self, operator: CurvatureOperator, matrix: str, estimator: str, solved: Mapping[str, Any]
@@ -136,20 +96,22 @@ class Probe:
         """
         spaces, problem = operator.spaces, self.problem
         rows, size = spaces.select(self.rows), spaces.reached.size
+        target = self.margin * self.tolerance
         pairs = solved.get("opg") if matrix == "hessian" else None
         if pairs is None:
-            share = _OPG_SHARE if estimator == "sandwich" else 1.0
+            if estimator == "sandwich":
+                target *= _OPG_SHARE
             # What is orthogonal to all rows of R has the eigenvalue λ. (The roots of a softmax's
             # curvature sum to zero.)
             is_softmax = isinstance(problem.likelihood, Categorical)
             each = {"opg": 1, "ggn": problem.num_outputs - is_softmax}.get(matrix)
             most = None if each is None else each * problem.num_examples
-            return ProbeGrowth(self, matrix, share * self.target, rows, size, informative=most)
+            return ProbeGrowth(self, matrix, target, rows, size, informative=most)
         vectors = pairs.vectors
         own = vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
         known = spaces.select(own)
         rows, seen = torch.cat([rows, known]), spaces.reached.inner(rows, known)
-        return ProbeGrowth(self, "sandwich", self.target, rows, size, pairs.values, seen)
+        return ProbeGrowth(self, "sandwich", target, rows, size, pairs.values, seen)
 
 
 @dataclass
@@ -157,7 +119,6 @@ class ProbeGrowth:
     """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`).
 
     Attributes:
-        probe: the inputs.
         estimator: whose error bars are computed.
         tolerance: for the largest relative error of a score.
         rows: of F, and of the eigenvectors of G for a sandwich; reached columns.
@@ -165,8 +126,7 @@ class ProbeGrowth:
         opg_values, opg_projections: of G, for a sandwich.
         informative: how many eigenvalues can be above λ; None where that is not known.
         least: the smallest eigenvalue of a Hessian, where it is known.
-        error: the error at the last check.
-        is_exhausted: whether all eigenvalues above λ were there at the last check.
+        error, is_exhausted: of the last check; whether all eigenvalues above λ were there.
     """
 
     probe: Probe
@@ -221,13 +181,37 @@ class ProbeGrowth:
         if not bool(values[0] > 0):
             return False
         first, count = ESTIMATORS[self.estimator][0], self.probe.squares.numel()
-        spectra, seen = {first: values}, {first: projections[:count]}
-        overlap = None
+        spectra, seen, overlap = {first: values}, {first: projections[:count]}, None
         if self.opg_values is not None and self.opg_projections is not None:
             spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
             overlap = projections[count:].T  # Q_Hᵀ Q_G
-        self.error = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
+        self.error = self._relative_error(spectra, seen, overlap)
         return self.error <= self.tolerance or self.is_exhausted
+
+    def _relative_error(
+        self, spectra: dict[str, Tensor], seen: dict[str, Tensor], overlap: Tensor | None
+    ) -> float:
+        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
+        problem, squares = self.probe.problem, self.probe.squares
+        likelihood = problem.likelihood
+        noise = likelihood.target_noise
+        if isinstance(likelihood, Gaussian) and noise is None:  # that of all residuals
+            noise = float((2 * problem.mean_loss / problem.num_outputs) ** 0.5)
+        if noise and "opg" in spectra:
+            spectra["opg"] = spectra["opg"] / noise**2 + (1 - 1 / noise**2) * problem.l2
+        covariance = build_covariance(
+            self.estimator,
+            spectra,
+            rank=max(map(len, spectra.values())),
+            l2=problem.l2,
+            num_parameters=problem.num_parameters,
+            num_examples=problem.num_examples,
+            overlap=overlap,
+            least_hessian=self.least,
+        )
+        shaped = {name: part.view(*squares.shape, -1) for name, part in seen.items()}
+        score = covariance.spread(squares, shaped).score("rigorous")
+        return float((score.error / score.value).max())
 
     def looked(self) -> Tensor:
         """Return the result of the last check, for a checkpoint."""

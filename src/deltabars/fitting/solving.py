@@ -9,8 +9,6 @@ from typing import Any
 
 import deltabars.eigen as eigen
 from deltabars.curvature.base import CurvatureOperator, RowOperator
-from deltabars.curvature.ggn import GGNOperator
-from deltabars.curvature.hessian import HessianOperator
 from deltabars.eigen.basis import default_block_size, fewest
 from deltabars.eigen.pairs import (
     PRODUCT_ROUNDING,
@@ -42,9 +40,8 @@ _DENSE_BLOCK = 64
 _USUAL_GROWTH = 2.2  # basis vectors a pair: about what trained networks take
 _LEAST_GROWTH = 64
 _GROWING_BLOCK = 20  # vectors, where the number of pairs is not known yet
-_WORTH_REPORTING = 60.0  # seconds
+_WORTH_ANNOUNCING = 60.0  # seconds
 _ENOUGH = 0.5  # seconds that are measured; less is mostly chance
-_MOST_STEPS = 8  # that are measured
 _FIRST = 40  # further products of Lanczos, before the first pair; of blocks, four
 _SOME_PAIRS = 100  # where their number is not known
 
@@ -77,14 +74,8 @@ class Deadline:
 class Task:
     """The eigenpairs of one matrix, to be computed.
 
-    Attributes:
-        name: of the matrix.
-        operator: the matrix.
-        options: of the fit.
-        growth: what decides how many pairs are enough; None where their number is given.
-        checkpoint: what a solver is resumed from, if any.
-        deadline: after which the pairs that have converged by then are returned.
-        progress: whether to show it.
+    With a growth, as many as are enough by it. With a checkpoint, from where it was left. After the
+    deadline, those that have converged by then.
     """
 
     name: str
@@ -101,15 +92,10 @@ class Task:
         return self.growth.most if self.growth is not None else int(self.options.rank or 0)
 
     @property
-    def is_hessian(self) -> bool:
-        """Whether products come one at a time."""
-        return isinstance(self.operator, HessianOperator)
-
-    @property
     def solver(self) -> str:
         """The solver, where `"auto"` is to choose it."""
         given, size = self.options.solver, self.operator.shape[0]
-        if given == "incremental" and self.is_hessian:
+        if given == "incremental" and not isinstance(self.operator, RowOperator):
             return "krylov"
         if given != "auto":
             return given
@@ -117,16 +103,8 @@ class Task:
         return "dense" if small and self.options.max_seconds is None else "krylov"
 
 
-def solve(task: Task) -> tuple[EigenPairs, dict[str, Any], dict[str, Any]]:
-    """Compute the eigenpairs of one matrix.
-
-    With a growth, as many as are enough by it. With a checkpoint, from where it was left. After
-    the deadline, those that have converged by then.
-
-    Returns:
-        The pairs; how they were found, how good they are, and how long they took; and how long
-        that was expected to take (see `Forecast`).
-    """
+def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
+    """Compute eigenpairs; return how they were found, how good they are, and how long it took."""
     started, name, operator, growth = time.perf_counter(), task.name, task.operator, task.growth
     space, level = operator.spaces.whole, operator.problem.l2
     if task.checkpoint is not None:
@@ -137,14 +115,14 @@ def solve(task: Task) -> tuple[EigenPairs, dict[str, Any], dict[str, Any]]:
                 warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
             warn_of_audit(name, found[1])
             warn_about_values(name, found[0], level)
-            return _sharded(found[0], space), found[1], {}
+            return _sharded(found[0], space), found[1]
     total = task.rank if growth is None else None
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
         Progress(f"Eigenpairs of the {name}", total, "pair", task.progress) as bar,
     ):
-        pairs, foreseen = _run(task, bar)
+        pairs = _run(task, bar)
         is_stopped = STOPPED in pairs.statistics
         if growth is not None:
             pairs = replace(pairs, values=growth.settled(pairs.values))
@@ -171,7 +149,7 @@ def solve(task: Task) -> tuple[EigenPairs, dict[str, Any], dict[str, Any]]:
         task.checkpoint.finish(pairs, diagnostics, growth)
     pairs = _sharded(pairs, space)
     warn_about_values(name, pairs, level)
-    return pairs, diagnostics, foreseen
+    return pairs, diagnostics
 
 
 def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any]) -> None:
@@ -209,21 +187,20 @@ def _warn_of_time(task: Task, pairs: EigenPairs) -> None:
     )
 
 
-def _run(task: Task, bar: Progress) -> tuple[EigenPairs, dict[str, Any]]:
-    """Run the solver; return the last forecast of its time as well."""
+def _run(task: Task, bar: Progress) -> EigenPairs:
     operator, options, growth, rank = task.operator, task.options, task.growth, task.rank
     tolerance = options.residual_tolerance
     if tolerance is None:
         tolerance = residual_tolerance(operator.dtype, operator.problem.l2)
-    few = 1 if task.is_hessian else _GROWING_BLOCK if growth else default_block_size(rank)
+    few = (
+        1
+        if not isinstance(operator, RowOperator)
+        else _GROWING_BLOCK
+        if growth
+        else default_block_size(rank)
+    )
     block = {"krylov": few, "dense": _DENSE_BLOCK}.get(task.solver, 1)
-    forecast = Forecast(task, bar.line, block)
-
-    def report(products: int, done: int) -> None:
-        forecast.step(products)
-        aim = "" if growth is None else f", {growth.aim}"
-        bar.show(done, f"{products} products{aim}", forecast.left())
-
+    report = _Steps(task, bar, block)
     matrix = _OwnColumns(operator, rank + options.smallest)
     limited = {"tolerance": tolerance, "max_products": options.max_products, "seed": options.seed}
     if task.solver == "dense":
@@ -254,15 +231,14 @@ def _run(task: Task, bar: Progress) -> tuple[EigenPairs, dict[str, Any]]:
         )
     if matrix.is_reached and task.solver in ("krylov", "incremental"):
         pairs = embed(pairs, operator.spaces, operator.problem.l2)
-    return pairs, forecast.found
+    return pairs
 
 
 class _OwnColumns:
     """A curvature matrix as solvers work on it: rows of the columns of this process.
 
-    Attributes:
-        is_reached: whether it is restricted to the parameters that the examples reach, where these
-            are enough for the eigenvalues that are wanted.
+    It is restricted to the parameters that the examples reach (`is_reached`) where these are enough
+    for the eigenvalues that are wanted.
     """
 
     def __init__(self, operator: CurvatureOperator, wanted: int) -> None:
@@ -309,72 +285,48 @@ def _vectors_within(task: Task, block_size: int) -> int:
     return max(min(usual, fitting - 2 * block_size), pairs + 2 * block_size)
 
 
-class Forecast:
-    """Forecast the time of one matrix's eigenpairs from that of the first products.
+class _Steps:
+    """The steps of a solver, shown with the time that is left; a long one is announced.
 
-    It is reported in one line where it is more than a minute.
-
-    Args:
-        task: what is computed.
-        report: called with that line.
-        block: vectors a product.
+    The time is forecast from that of the first products, which set up what the others use, and from
+    how many products trained networks usually take.
     """
 
-    def __init__(self, task: Task, report: Callable[[str], None], block: int) -> None:
-        self._task, self._report, self._block = task, report, block
+    def __init__(self, task: Task, bar: Progress, block: int) -> None:
+        self._task, self._bar = task, bar
         self._is_open = task.growth is not None and task.rank > _SOME_PAIRS
         self._pairs = min(task.rank, _SOME_PAIRS) if self._is_open else task.rank
         size = task.operator.shape[0]
         rows = task.operator.num_rows if isinstance(task.operator, RowOperator) else size
-        further = 4 * block if block > 1 else _FIRST
-        usual = int(_USUAL_GROWTH * self._pairs) + further
+        usual = int(_USUAL_GROWTH * self._pairs) + (4 * block if block > 1 else _FIRST)
         krylov = max(self._pairs, min(usual, size, rows + 2 * block))
         self._total = {"dense": size, "incremental": rows}.get(task.solver, krylov)
-        self._started = time.monotonic()
-        self._steps: list[tuple[float, int]] = []
-        self._has_reported = False
-        self.found: dict[str, Any] = {}
+        self._first: tuple[float, int] | None = None
+        self._is_announced = False
 
-    def step(self, done: int) -> None:
-        """Measure a step of the solver, after so many products (rows, if incremental)."""
+    def __call__(self, products: int, done: int) -> None:
+        """Show a step, after so many products (rows, if incremental) and converged pairs."""
+        aim = "" if self._task.growth is None else f", {self._task.growth.aim}"
+        self._bar.show(done, f"{products} products{aim}", self._left(products))
+
+    def _left(self, products: int) -> float | None:
+        """Return the seconds that are left, as far as that can be said."""
         now = time.monotonic()
-        if len(self._steps) <= _MOST_STEPS:
-            self._steps.append((now, done))
-        if not 1 < len(self._steps) <= _MOST_STEPS:
-            return
-        first, before = self._steps[0]  # which sets up what the others use
-        each = (now - first) / max(1, done - before)
-        seconds = first - self._started + each * max(0, self._total - before)
-        products = -(-self._total // self._block)
-        self.found = {"products": products, "seconds": seconds, "pairs": self._pairs}
-        if now - first < _ENOUGH or seconds < _WORTH_REPORTING or self._has_reported:
-            return
-        self._has_reported = True
-        size, unit = (60, "minutes") if seconds < 5400 else (3600, "hours")
-        self._report(
-            f"Eigenpairs of the {self._task.name}: expected about {seconds / size:.0f} {unit} for "
-            f"{'every ' if self._is_open else ''}{self._pairs} pairs (about {products:,} products "
-            f"of {each * self._block:.2g} s). Less: {'; '.join(self._cheaper())}."
-        )
-
-    def left(self) -> float | None:
-        """Return the seconds that remain by the last forecast; None where it is too rough."""
-        left = float(self.found.get("seconds", 0.0)) - (time.monotonic() - self._started)
-        return left if left > 0 and not self._is_open else None
-
-    def _cheaper(self) -> list[str]:
-        """List cheaper ways."""
-        found, operator = [], self._task.operator
-        if isinstance(operator, GGNOperator | HessianOperator) and operator.problem.num_outputs > 1:
-            found.append(f"{option('estimator', 'opg')}, with one gradient an example")
-        chosen = operator.problem.parameters
-        last = set(LastLayer().names(operator.problem.network.model))
-        if not set(chosen.names) <= last:
-            sizes = dict(zip(chosen.names, chosen.sizes, strict=True))
-            count = sum(sizes.get(name, 0) for name in last)
-            found.append(
-                f"{option('params', LastLayer())}, with {count:,} in place of {chosen.size:,} "
-                "parameters"
+        if self._first is None:
+            self._first = now, products
+        started, before = self._first
+        if now - started < _ENOUGH:
+            return None
+        each = (now - started) / max(1, products - before)
+        left = each * max(0, self._total - products)
+        if left > _WORTH_ANNOUNCING and not self._is_announced:
+            aim = option("tolerance") if self._is_open else option("rank")
+            opg = "" if self._task.name == "opg" else f"{option('estimator', 'opg')}, "
+            self._bar.line(
+                f"Eigenpairs of the {self._task.name}: expected about {left / 60:.0f} minutes more "
+                f"for {'every ' if self._is_open else ''}{self._pairs} pairs. Less: {opg}"
+                f"{option('params', LastLayer())}, another {aim}, a part of the data, or "
+                f"{option('max_seconds')}."
             )
-        aim = f"a larger {option('tolerance')}" if self._is_open else f"a smaller {option('rank')}"
-        return [*found, f"{aim}, a part of the data, or {option('max_seconds')}"]
+        self._is_announced = True
+        return None if self._is_open else left or None

@@ -101,6 +101,19 @@ def unlabelled(raw: Any, signature: Signature) -> Batch:
     return Batch(_as_inputs(raw), None)
 
 
+def batch_of(raw: Any, signature: Signature) -> Batch:
+    """Split a raw batch into inputs and, where it has more than the network takes, targets."""
+    targets = None
+    if isinstance(raw, Mapping):
+        key = label_key(raw)
+        targets = None if key is None or key in (signature.names or ()) else raw[key]
+    elif isinstance(raw, tuple | list):
+        nested = len(raw) == 2 and not isinstance(raw[0], Tensor)
+        targets = raw[-1] if nested or len(raw) == signature.count + 1 else None
+    found = as_tensors(targets)
+    return Batch(unlabelled(raw, signature).inputs, found if isinstance(found, Tensor) else None)
+
+
 def label_key(raw: Mapping[Any, Any]) -> str | None:
     """The entry of a mapping that has the targets; None where it has none."""
     return next((key for key in LABELS if key in raw), None)

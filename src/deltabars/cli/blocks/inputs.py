@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from deltabars.cli.sources.source import Source, batch_of, fingerprint_of
+from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.errors import DataError, first_line
-from deltabars.problem.batches import Batch, as_tensors, collated, is_fixed, iterate
+from deltabars.problem.batches import Batch, as_tensors, batch_of, collated, is_fixed, iterate
 from deltabars.problem.inputs import Signature, leaves
 
 _READ_SIZE = 1024  # inputs a batch at the most, where they do not come in batches

@@ -20,12 +20,10 @@ from deltabars.prediction.prediction import Prediction
 from deltabars.problem.batches import (
     Batch,
     as_tensors,
+    batch_of,
     collated,
     is_fixed,
     iterate,
-    label_key,
-    labelled,
-    unlabelled,
 )
 from deltabars.problem.inputs import leaves
 from deltabars.report.page.subject import short
@@ -61,7 +59,7 @@ class Source:
             raise DataError("inputs: expected at least one, got none.")
         inputs = as_tensors(inputs)
         if is_fixed(inputs):
-            return cls(_split(inputs, fit), fit)
+            return cls(batch_of(inputs, fit.signature), fit)
         odd = isinstance(inputs, DataLoader | IterableDataset | str | bytes | tuple | list)
         if odd or not (hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")):
             raise DataError(
@@ -79,7 +77,7 @@ class Source:
             return self.data.rows(torch.as_tensor(indices))
         rows = Subset(self.data, indices)
         (raw,) = DataLoader(rows, batch_size=len(indices), collate_fn=collated)
-        return _split(raw, self.fit)
+        return batch_of(raw, self.fit.signature)
 
     def targets(self) -> Tensor | None:
         """Read the targets, if there are any. Cost: a pass over a dataset of pairs."""
@@ -87,20 +85,10 @@ class Source:
             return self.data.targets
         if self.read([0]).targets is None:
             return None
-        parts = [_split(raw, self.fit).targets for raw in iterate(self.data, _READ_SIZE)]
+        parts = [
+            batch_of(raw, self.fit.signature).targets for raw in iterate(self.data, _READ_SIZE)
+        ]
         return torch.cat([part for part in parts if part is not None])
-
-
-def _split(raw: Any, fit: DeltaFit) -> Batch:
-    """Split off the targets where there is one tensor more than the network takes."""
-    if isinstance(raw, Mapping):
-        has_targets = label_key(raw) not in (None, *(fit.signature.names or ()))
-    else:
-        several = isinstance(raw, tuple | list)
-        nested = several and len(raw) == 2 and not isinstance(raw[0], Tensor)
-        has_targets = several and (nested or len(raw) == fit.signature.count + 1)
-    targets = labelled(raw).targets if has_targets else None
-    return Batch(unlabelled(raw, fit.signature).inputs, targets)
 
 
 def texts_of(

@@ -1,13 +1,13 @@
-"""ResNet-18 for small images, its training, and a fit of a small one."""
+"""ResNet-18 for small images, and its training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks.resnet import accuracy, resnet, train
 from deltabars import Problem
 from deltabars.errors import BadValueError
-from deltabars.recipes.resnet import ResNet, accuracy, resnet, resnet18, train, trained_fit
 
 SMALL = {"classes": 3, "channels": 1, "width": 2, "blocks": (1, 1)}
 
@@ -23,7 +23,7 @@ def pictures(count=24):
 
 
 def test_the_standard_one_has_its_size():
-    network = resnet18()
+    network = resnet(classes=10, channels=3)
     assert sum(weight.numel() for weight in network.parameters()) == 11_173_962
     assert network.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     convolutions = [m for m in network.modules() if isinstance(m, torch.nn.Conv2d)]
@@ -82,19 +82,6 @@ def test_a_closing_epoch_that_raises_the_cost_is_undone():
     assert cost() == first
     close(8)  # by then the rate has been divided often enough
     assert cost() < first
-
-
-@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
-def test_a_network_and_its_fit_from_one_call():
-    images, labels = pictures()
-    network, fit = trained_fit(
-        images, labels, rank=6, l2=0.02, network=resnet(0, **SMALL), progress=False,
-        training={"epochs": 2, "closing": 1, "progress": False},
-    )  # fmt: skip
-    assert isinstance(network, ResNet)
-    assert fit.rank == 6
-    assert fit.num_parameters == sum(weight.numel() for weight in network.parameters())
-    assert fit.predict(images[:4]).std.shape == (4, 3)
 
 
 def test_no_epochs_at_all_are_refused():
