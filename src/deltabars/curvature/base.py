@@ -189,8 +189,7 @@ class RowOperator(CurvatureOperator):
     def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
         """Return the matrix itself in float64, (P, P). Cost: N·P² operations in float64.
 
-        Args:
-            on_share: called with the share of the rows that are in it.
+        `on_share` is called with the share of the rows that are in it.
         """
         whole = torch.eye(self.shape[0], device=self.device, dtype=torch.float64)
         total = torch.zeros_like(whole)
@@ -237,12 +236,11 @@ class RowOperator(CurvatureOperator):
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if not all(space.group.gather_objects(kept is not None)) or kept is None:
             return None
-        if space.group.size == 1:
-            for _ in self._computed_blocks(kept):
-                pass
-            return kept
-        for block in space.exchange(self._computed_blocks(), self.device, self.dtype):
-            kept[done : done + len(block)] = block
+        alone = space.group.size == 1  # then rows are written where they are kept
+        blocks = self._computed_blocks(kept if alone else None)
+        for block in space.exchange(blocks, self.device, self.dtype):
+            if not alone:
+                kept[done : done + len(block)] = block
             done += len(block)
         return kept
 

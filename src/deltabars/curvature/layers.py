@@ -60,12 +60,9 @@ class Factors:
 
     @classmethod
     def of(cls, inputs: Tensor, window: Sequence[Any] | None, gradients: Tensor) -> Factors:
-        """Return the factors of a dense layer, or of a convolution with a window.
+        """Return the factors of a layer, from the gradients (R, B, …) by its result.
 
-        Args:
-            inputs: of the layer, (B, …, I) or (B, I, H, W).
-            window: the last arguments of `patches`, for a convolution.
-            gradients: by the layer's result, (R, B, …).
+        Its inputs are (B, …, I); for a convolution (B, I, H, W), with a window for `patches`.
         """
         if window is not None:
             activations, signals = patches(inputs, *window), gradients.flatten(3)
@@ -146,22 +143,21 @@ class Factors:
 Rows = Callable[[Tensor], Tensor | Factors]  # gradients (R, B, …) by a result -> rows (B, R, ·)
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One use of a parameter.
 
     Attributes:
         name: of the parameter.
-        rows: its rows, or their factors, from the gradients by the call's result.
-        edge: where in the graph of derivatives the result is.
+        edge: where in the graph of derivatives the call's result is.
+        rows: the parameter's rows, or their factors, from the gradients by the result.
         seen: the input that the rows need, and its version at the time.
     """
 
     name: str
-    rows: Rows
     edge: GradientEdge
+    rows: Rows
     seen: Tensor | None
-    version: int
+    version: int | None
 
     @property
     def is_changed(self) -> bool:
@@ -217,29 +213,25 @@ class Recorder(TorchFunctionMode):
         if found is None:
             return None
         result, parts = found
-        fits = result.ndim > 1 and len(result) == self._batch
-        if not fits or not names.keys() <= {id(part.parameter) for part in parts}:
+        if result.ndim < 2 or len(result) != self._batch:
             return None
-        parts = [part for part in parts if id(part.parameter) in names]
-        if any(part.parameter.dtype != result.dtype for part in parts):
-            return None  # autocast, whose casts are part of the derivative
+        if not names.keys() <= {id(parameter) for parameter, _, _ in parts}:
+            return None
         edge = get_gradient_edge(result)
-        for part in parts:
-            version = 0 if part.seen is None else part.seen._version
-            self.uses.append(Use(names[id(part.parameter)], part.rows, edge, part.seen, version))
+        uses = [
+            Use(names[id(parameter)], edge, rows, seen, None if seen is None else seen._version)
+            for parameter, rows, seen in parts
+            if id(parameter) in names
+        ]
+        if any(parameter.dtype != result.dtype for parameter, _, _ in parts):
+            return None  # autocast, whose casts are part of the derivative
+        self.uses += uses
         return result
 
 
-class Part(NamedTuple):
-    """A parameter of a call, its rows, and the input that they need."""
-
-    parameter: Tensor
-    rows: Rows
-    seen: Tensor | None = None
-
-
-# The result of a call, and its parts; None where the call is not of the kind that gives rows.
-Followed = tuple[Tensor, list[Part]] | None
+# The result of a call, and its parameters: their rows, and the input that these need. None where
+# the call is not of the kind that gives rows.
+Followed = tuple[Tensor, list[tuple[Tensor, Rows, Tensor | None]]] | None
 
 
 def _linear(func: Any, batch: int, input: Tensor, weight: Tensor, bias: Any = None) -> Followed:
@@ -254,8 +246,8 @@ def _conv2d(
 ) -> Followed:  # fmt: skip
     if groups != 1 or isinstance(padding, str) or input.ndim != 4:
         return None
+    result = F.conv2d(input, weight, bias, stride, padding, dilation)
     pairs = [(n, n) if isinstance(n, int) else (n[0], n[-1]) for n in (stride, padding, dilation)]
-    result = F.conv2d(input, weight, bias, *pairs)
     return _layer(result, input, weight, bias, (1, 1), [tuple(weight.shape[2:]), *pairs])
 
 
@@ -264,9 +256,9 @@ def _layer(
     window: Sequence[Any] | None,
 ) -> Followed:  # fmt: skip
     seen = input.detach()
-    parts = [Part(weight, partial(Factors.of, seen, window), seen)]
+    parts: list[Any] = [(weight, partial(Factors.of, seen, window), seen)]
     if bias is not None:
-        parts.append(Part(bias, partial(_sum_to, (*bias.shape, *after))))
+        parts.append((bias, partial(_sum_to, (*bias.shape, *after)), None))
     return result, parts
 
 
@@ -277,15 +269,16 @@ def _norm(func: Any, batch: int, *args: Any, **kwargs: Any) -> Followed:
         return None
     result = plain = func(**given)
     after = plain.ndim - 2 if func in (F.group_norm, F.batch_norm) else 0
-    parts, seen = [], plain.detach()
+    parts: list[Any] = []
+    seen = plain.detach()
     if weight is not None:
         view = weight[(..., *[None] * after)]
         result = result * view
-        parts.append(Part(weight, partial(_sum_to, view.shape, factor=seen), seen))
+        parts.append((weight, partial(_sum_to, view.shape, factor=seen), seen))
     if bias is not None:
         view = bias[(..., *[None] * after)]
         result = result + view
-        parts.append(Part(bias, partial(_sum_to, view.shape)))
+        parts.append((bias, partial(_sum_to, view.shape), None))
     return result, parts
 
 
@@ -298,7 +291,7 @@ def _embedding(
         return None
     if ids.ndim > 1 and ids.shape[0] == 1:  # positions, say, that all examples share
         ids = ids.expand(batch, *ids.shape[1:])
-    return F.embedding(ids, weight), [Part(weight, partial(_looked_up, ids, len(weight)), ids)]
+    return F.embedding(ids, weight), [(weight, partial(_looked_up, ids, len(weight)), ids)]
 
 
 def _looked_up(ids: Tensor, count: int, gradients: Tensor) -> Tensor:
@@ -319,14 +312,14 @@ def _term(func: Any, batch: int, left: Any, right: Any, **options: Any) -> Follo
     if own or torch.broadcast_shapes(small.shape, large.shape) != large.shape:
         return None
     seen = large.detach() if func in _PRODUCTS else None
-    return func(left, right), [Part(small, partial(_sum_to, small.shape, factor=seen), seen)]
+    return func(left, right), [(small, partial(_sum_to, small.shape, factor=seen), seen)]
 
 
 def _expand(func: Any, batch: int, parameter: Tensor, *sizes: Any, **options: Any) -> Followed:
     result = parameter.expand(*sizes, **options)
     if result.ndim == parameter.ndim and parameter.shape[0] != 1:
         return None
-    return result, [Part(parameter, partial(_sum_to, parameter.shape))]
+    return result, [(parameter, partial(_sum_to, parameter.shape), None)]
 
 
 def _sum_to(shape: Sequence[int], gradients: Tensor, factor: Tensor | None = None) -> Tensor:

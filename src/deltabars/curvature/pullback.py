@@ -40,7 +40,7 @@ _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-4}
 
 
 class Part(NamedTuple):
-    """Hold what is kept of a parameter.
+    """What is kept of a parameter.
 
     Attributes:
         place: where among the columns that are kept.
@@ -73,14 +73,9 @@ def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """Hold the memory of R rows by the parameters, for each input.
+    """The memory of R rows for each input: R, C, bytes of activations, numbers of rows held whole.
 
-    Attributes:
-        count: R.
-        outputs: C, of the network.
-        activations: bytes that a forward pass keeps for its derivatives.
-        loose: numbers of the rows that are held whole.
-        layers: for each layer, its numbers, and those for each vector of a basis more.
+    `layers` has the numbers of each layer, and how many more for each vector of a basis.
     """
 
     count: int
@@ -96,15 +91,15 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Hold R rows of derivatives (B, R, P), in parts.
+    """R rows of derivatives (B, R, P), in parts.
 
     Attributes:
         outputs: of the network, (B, C).
         back: the cotangents, (R, B, C).
-        layers: factors of the rows by the weights of layers, by name.
-        loose: rows (B, R, ·) by the other parameters, by name.
-        lost: names of parameters that are not followed; where there are any there are no rows.
-        is_mixed: whether examples are, so that rows are not those of the example of their number.
+        layers: factors of the rows by the weights of layers.
+        loose: rows (B, R, ·) by the other parameters.
+        lost: parameters that are not followed; where there are any there are no rows.
+        is_mixed: whether rows are not those of the example of their number.
     """
 
     outputs: Tensor
@@ -113,11 +108,6 @@ class Pulled:
     loose: dict[str, Tensor] = field(default_factory=dict)
     lost: Collection[str] = ()
     is_mixed: bool = False
-
-    @property
-    def count(self) -> int:
-        """R."""
-        return len(self.back)
 
 
 class Pullback:
@@ -152,7 +142,7 @@ class Pullback:
             parts = kept_parts(self.network.parameters, None)
         if out is None:
             width = max(part.place.stop for part in parts.values())
-            out = pulled.outputs.new_empty(len(pulled.outputs), pulled.count, width)
+            out = pulled.outputs.new_empty(len(pulled.outputs), len(pulled.back), width)
         for name, rows in pulled.loose.items():
             part = parts[name]
             out[..., part.place] = rows if part.numbers is None else rows[..., part.numbers]
@@ -171,11 +161,10 @@ class Pullback:
         """Return the rows in parts.
 
         Cost: R backward passes without weights, one more for some models; and a forward pass and R
-        backward passes for each example where some parameters cannot be followed.
+        backward passes of single examples where some parameters cannot be followed.
 
         Args:
-            inputs: of the network.
-            cotangents: from the outputs (B, C) to v (B, R, C).
+            inputs, cotangents: of the network.
             again: whether these inputs have been through the checks before.
 
         Raises:
@@ -192,29 +181,23 @@ class Pullback:
             if not pulled.lost:
                 break
             self._rests[shape] = (*rest, *pulled.lost)
-        layers, loose, scales = pulled.layers, pulled.loose, self.network.scales
         if rest:
-            loose |= self._single_rows(inputs, pulled.back.transpose(0, 1), rest)
-        if scales:
-            layers |= {
-                name: Factors(factors.activations, factors.signals * scales[name])
-                for name, factors in layers.items()
-            }
-            loose |= {name: rows * scales[name] for name, rows in loose.items()}
+            pulled.loose.update(self._single_rows(inputs, pulled.back.transpose(0, 1), rest))
+        for name, scale in self.network.scales.items():
+            if name in pulled.loose:
+                pulled.loose[name] = pulled.loose[name] * scale
+            else:
+                factors = pulled.layers[name]
+                pulled.layers[name] = Factors(factors.activations, factors.signals * scale)
         return pulled
 
     def footprint(self, inputs: Inputs, cotangents: Cotangents, count: int | None) -> Footprint:
-        """Return what the rows of each input take, measured on the first inputs of these shapes.
-
-        Args:
-            inputs, cotangents: as for `pull`.
-            count: R, where it is not that of all outputs.
-        """
+        """Return what rows take, measured on the first inputs of these shapes and this R."""
         key = count, tuple(leaf.shape for leaf in leaves(inputs))
         if key not in self._footprints:
             pulled = self.pull(inputs, cotangents)
             self._footprints[key] = Footprint(
-                pulled.count,
+                len(pulled.back),
                 pulled.outputs.shape[1],
                 self.network.activation_bytes(inputs) // len(pulled.outputs),
                 sum(rows.shape[1] * rows.shape[2] for rows in pulled.loose.values()),
@@ -252,22 +235,20 @@ class Pullback:
             lost = {use.name for use in uses if use.edge in mixed}
             if lost:
                 return Pulled(outputs.detach(), back, lost=sorted(lost), is_mixed=True)
-        calls: dict[str, list[Factors]] = {}
-        loose: dict[str, Tensor] = {}
+        found_rows: dict[str, list[Tensor | Factors]] = {name: [] for name in names}
         for use in uses:
-            if use.edge not in gradients:  # the outputs do not depend on this call
+            if use.edge in gradients:  # else the outputs do not depend on this call
+                found_rows[use.name].append(use.rows(gradients[use.edge][: len(back)]))
+        pulled = Pulled(outputs.detach(), back)
+        for name, parts in found_rows.items():
+            factors = [part for part in parts if isinstance(part, Factors)]
+            if factors and len(factors) == len(parts):
+                pulled.layers[name] = Factors.joined(factors)
                 continue
-            part = use.rows(gradients[use.edge][: len(back)])
-            if isinstance(part, Factors):
-                calls.setdefault(use.name, []).append(part)
-            else:
-                loose[use.name] = loose[use.name] + part if use.name in loose else part
-        layers = {name: Factors.joined(parts) for name, parts in calls.items()}
-        for name in layers.keys() & loose.keys():  # a table of embeddings that is a layer as well
-            loose[name] = loose[name] + layers.pop(name).weight_rows()
-        for name in [name for name in names if name not in layers and name not in loose]:
-            loose[name] = back.new_zeros(len(outputs), len(back), trained[name].numel())
-        return Pulled(outputs.detach(), back, layers, loose)
+            loose = [part.weight_rows() if isinstance(part, Factors) else part for part in parts]
+            size = len(outputs), len(back), trained[name].numel()
+            pulled.loose[name] = sum(loose[1:], loose[0]) if loose else back.new_zeros(size)
+        return pulled
 
     def _gradients(
         self, outputs: Tensor, edges: list[GradientEdge], back: Tensor
@@ -373,8 +354,8 @@ class Pullback:
         for low in range(0, len(back), together):
             with torch.enable_grad():
                 outputs = self.network.outputs(trained, rows_from(low))
-                totals = (outputs.unsqueeze(1) * back[low : low + together]).sum(2)
-                totals = totals.flatten().unbind()  # B·R
+                products = outputs.unsqueeze(1) * back[low : low + together]
+                totals = products.sum(2).flatten().unbind()  # B·R
             if not outputs.requires_grad:
                 continue
             places = product(range(low, low + len(outputs)), range(back.shape[1]))
@@ -447,7 +428,13 @@ class _Marks(NamedTuple):
 
 
 # Operations, by their names in the graph, that work on every example by itself if the first
-# dimension counts examples in what they take and give, and is none that they go along;
+# dimension counts examples in what they take and give, and is none that they go along:
+# those with dimensions that they go along;
+_ALONG = {
+    "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean", "Select",
+    "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
+}  # fmt: skip
+# those without;
 _APART = {
     "Abs", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "AvgPool2D", "Bmm", "Celu",
     "Clamp", "Clone", "Convolution", "Cos", "Div", "Elu", "Erf", "Exp", "Expand", "Expm1", "Gelu",
@@ -458,12 +445,7 @@ _APART = {
     "ScaledDotProductFlashAttentionForCpu", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
     "Tanh", "Threshold", "ToCopy", "Where",
 }  # fmt: skip
-# likewise, with dimensions that they go along;
-_ALONG = {
-    "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean", "Select",
-    "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
-}  # fmt: skip
-# and those in which the numbers of an example stay next to each other.
+# those in which the numbers of an example stay next to each other.
 _RESHAPES = {"ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"}
 # Operations with inputs that all examples share, and the index of the one that they do not.
 _NOT_SHARED = {"Addmm": 1} | dict.fromkeys(
@@ -513,35 +495,24 @@ def _in_order(last: Node | None) -> list[Any]:
 def _keeps_apart(node: Any, ways: list[int], batch: int) -> bool:
     """Return whether an operation does, with regard to some of its inputs."""
     name, _, overload = node.name().rpartition("Backward")
-    if not overload.isdigit():  # an operation of one's own, by any name
+    if not overload.isdigit() or (name in _NOT_SHARED and ways != [_NOT_SHARED[name]]):
+        return False  # an operation of one's own, by any name; or by way of what is shared
+    taken = [node.next_functions[way] for way in ways]
+    shapes = [one.shape for one in node._input_metadata]
+    shapes += [after._input_metadata[number].shape for after, number in taken]
+    if any(not shape or shape[0] % batch for shape in shapes):
         return False
-    if name in _NOT_SHARED and ways != [_NOT_SHARED[name]]:
+    if name in _RESHAPES:
+        return True
+    if len({shape[0] for shape in shapes}) > 1 or getattr(node, "_saved_training", False):
         return False
-    given = [tuple(one.shape) for one in node._input_metadata]
-    for way in ways:
-        after, number = node.next_functions[way]
-        shapes = [*given, tuple(after._input_metadata[number].shape)]
-        if any(not shape or shape[0] % batch for shape in shapes):
-            return False
-        if name in _RESHAPES:
-            continue
-        if len({shape[0] for shape in shapes}) > 1:
-            return False
-        if name in _ALONG:
-            if not _is_inside(node, min(map(len, shapes))):
-                return False
-        elif name not in _APART or len(set(map(len, shapes))) > 1:  # another is spread over all
-            return False
-        if len(getattr(node, "_saved_normalized_shape", ())) >= len(shapes[0]):
-            return False
-    return not getattr(node, "_saved_training", False)
-
-
-def _is_inside(node: Any, least: int) -> bool:
-    """Return whether an operation along dimensions leaves out the first one, from either end."""
-    dims: list[int] = []
-    for name in ("_saved_dim", "_saved_dim0", "_saved_dim1"):
-        found = getattr(node, name, None)
-        dims += [found] if isinstance(found, int) else found or ()
-    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]
-    return bool(dims) and all(dim > 0 or -least < dim < 0 for dim in signed)
+    least = min(map(len, shapes))
+    if name in _ALONG:
+        dims: list[int] = []
+        for attribute in ("_saved_dim", "_saved_dim0", "_saved_dim1"):
+            found = getattr(node, attribute, None)
+            dims += [found] if isinstance(found, int) else found or ()
+        signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]
+        return bool(dims) and all(dim > 0 or -least < dim < 0 for dim in signed)
+    normalized = len(getattr(node, "_saved_normalized_shape", ()))
+    return name in _APART and least == max(map(len, shapes)) and normalized < least
