@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from deltabars.curvature.pullback import Pullback
-from deltabars.problem.inputs import map_leaves
+from deltabars.problem.data import map_leaves
 from deltabars.problem.network import Network
 from tests.architectures import ARCHITECTURES, Wired, cached_sample
 

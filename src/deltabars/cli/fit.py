@@ -32,15 +32,14 @@ from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
 from deltabars.errors import BadValueError, UsageError
+from deltabars.fitting.files import DTYPES, MAX_FILE_SIZE
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.files import MAX_FILE_SIZE
 from deltabars.fitting.state import FitOptions
 from deltabars.likelihoods.gaussian import ESTIMATE
 from deltabars.likelihoods.losses import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
 from deltabars.runtime.distributed import current_group
-from deltabars.fitting.files import DTYPES
 
 _DESCRIPTION = """\
 Compute the eigenpairs that put error bars on a trained network's predictions, from the network and

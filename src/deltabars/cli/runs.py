@@ -31,15 +31,14 @@ from deltabars.errors import (
     first_line,
     shortened,
 )
-from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.fitted import load
 from deltabars.fitting.files import MAX_FILE_SIZE
+from deltabars.fitting.fitted import DeltaFit, load
 from deltabars.prediction.prediction import Judgement, Prediction
 from deltabars.runtime.distributed import current_group
 from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
-from deltabars.storage.reading import parse_json, read_arrays, read_start
 from deltabars.storage.format import INDEX
+from deltabars.storage.reading import parse_json, read_arrays, read_start
 from deltabars.storage.writing import (
     check_parent,
     read_settled,

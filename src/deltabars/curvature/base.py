@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltabars.curvature.pullback import Pullback, kept_parts
 from deltabars.errors import BadValueError, ModelError, library
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, chunk_within, share

@@ -19,8 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from deltabars.curvature.layers import Factors, Pair, Recorder
 from deltabars.errors import ModelWarning, first_line, option, warn
-from deltabars.problem.behaviour import check_independence
-from deltabars.problem.inputs import Inputs, leaves, map_leaves
+from deltabars.problem.data import Inputs, leaves, map_leaves
 from deltabars.problem.network import Network
 from deltabars.problem.parameters import ParameterSpace
 from deltabars.runtime.memory import ran_out
@@ -177,7 +176,7 @@ class Pullback:
             rest = self._rests[shape]
             pulled = self._pass(inputs, cotangents, rest, again)
             if not again:
-                check_independence(self.network, inputs, pulled.outputs, closely=pulled.is_mixed)
+                self.network.check_independence(inputs, pulled.outputs, closely=pulled.is_mixed)
             if not pulled.lost:
                 break
             self._rests[shape] = (*rest, *pulled.lost)

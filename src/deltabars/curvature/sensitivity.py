@@ -14,7 +14,7 @@ from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, ModelError
 from deltabars.likelihoods.base import Likelihood, unit_rows
-from deltabars.problem.inputs import Inputs
+from deltabars.problem.data import Inputs
 from deltabars.runtime.distributed import same_everywhere
 from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 

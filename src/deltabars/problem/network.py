@@ -1,18 +1,16 @@
 """A model at its trained point, as a pure function of a chosen subset of its parameters.
 
-It is computed with a private copy of the user's module (see `private`), called with copies of its
-parameters and buffers (`torch.func.functional_call`). Where there can be none, the module itself is
-called, and everything about it is put back after each use.
+It is computed with a private copy of the user's module (see `parameters.private_copy`), called with
+tensors of the fit's own (`torch.func.functional_call`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import threading
 import time
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,20 +20,29 @@ from typing import Any, cast
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltabars.errors import BadValueError, ModelError, ModelWarning, first_line, option
-from deltabars.problem.definitions import AsDefined
-from deltabars.problem.inputs import Inputs, map_leaves
+from deltabars.errors import BadValueError, ModelError, first_line, option
+from deltabars.problem.data import (
+    GENERATED,
+    Inputs,
+    Ranges,
+    Signature,
+    map_leaves,
+    tensor_bytes,
+)
+from deltabars.problem.definitions import DEFINITIONS
 from deltabars.problem.parameters import (
     LastLayer,
     ParameterSpace,
     Selection,
     as_written,
+    named_state,
     plain_model,
+    private_copy,
 )
-from deltabars.problem.private import Seen, named_state, private_copy
 from deltabars.runtime.memory import ran_out
 from deltabars.runtime.precision import (
     Shared,
@@ -46,17 +53,28 @@ from deltabars.runtime.precision import (
     working_dtype,
 )
 
+_TURNS = Turns()
+_ROUNDING = 100  # units in the last place of the largest output
+# Of passes that draw no random numbers, and of those that do.
+_PASSES, _SECONDS = (60, 400), (0.05, 4.0)
+_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
+# Relative to the largest output of each column: what batches of other sizes differ by.
+_OTHER_SIZE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_OF_NOISE = 30  # how many times the change by rounded weights is still rounding
+MOST_GENERATED = 1 << 24  # numbers of the inputs that tell what a network computes
+# Relative to the largest output: devices and versions round differently, models differ by more.
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
+_SHARE = 32  # of a batch one example more is run a second time for so many
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
     """The outputs z of a model, as a function of `parameters` around the trained values ω̂.
 
     Attributes:
-        model: a private copy of the user's module; the module itself where there can be none.
+        model: a private copy of the user's module.
         weights: the fingerprint of the module's state.
-        given: the module itself, as long as the copy is not tried out (see `settled`).
-        held: names of parameters and buffers that the forward pass reaches not through their
-            modules alone, but through a list or a closure, say.
+        given: the module itself, until the copy is verified.
     """
 
     model: torch.nn.Module
@@ -70,8 +88,6 @@ class Network:
     deterministic: bool = False  # whether a GPU is to give the same bits each time
     weights: str = ""
     given: torch.nn.Module | None = None
-    is_private: bool = True
-    held: frozenset[str] = frozenset()
 
     @classmethod
     def capture(
@@ -120,11 +136,8 @@ class Network:
                     f"({str(error).splitlines()[0]})."
                 ) from error
             weights = [as_written(name) for name, _ in model.named_parameters()]
-            digest = fingerprint(model)
-            try:
-                private = private_copy(model, copies, own)
-            except Exception:  # of the user's own; what is wrong is seen when it is called
-                private = model
+            digest = weights_fingerprint(model)
+            private = private_copy(model, copies, own, kind)
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -145,54 +158,38 @@ class Network:
             given=model,
         )
 
-    def settled(self, inputs: Inputs) -> Network:
-        """The same with a private copy that some inputs have shown to be one; or with none.
+    def verified(self, inputs: Inputs) -> Network:
+        """Check on some inputs that the private copy computes what the module computes, on its own.
 
-        A copy is none where it fails, uses tensors of the model itself, or computes something else.
+        Raises:
+            ModelError: the copy uses tensors of the module, or some of its own other than by way of
+                their module, so that derivatives miss them; or it computes something else.
         """
         given = self.given
         if given is None:
             return self
-        named = {id(value): name for name, value in named_state(given).items()}
-        own = {id(value): f"own {name}" for name, value in named_state(self.model).items()}
-        seen = Seen(named | own)
-        problem = ""
-        try:
-            with self.evaluation(), seen:
-                outputs = self.outputs(self.trained, inputs)
-        except Exception as error:
-            if ran_out(error):
-                raise
-            problem = f"a copy fails ({type(error).__name__}: {first_line(error)})"
-        held = {name for name in seen.names if not name.startswith("own ")}
-        if held or self.model is given:
-            problem = f"it refers to {min(held)} from elsewhere" if held else "it has no copy"
-        elif not problem and self._is_another(given, inputs, outputs):
-            problem = "a copy computes something else"
-        if not problem:
-            held = {name.removeprefix("own ") for name in seen.names}
-            return replace(self, given=None, held=frozenset(held))
-        result = replace(self, given=None, model=given, is_private=False, held=frozenset(held))
-        with result.evaluation():
-            result.outputs(self.trained, inputs)  # errors of the model come before the warning
-        warnings.warn(
-            f"Model: expected one that can be copied, got one that cannot ({problem}). It is "
-            "called itself: no other thread may call it while a fit or a prediction runs, and its "
-            "parameters must keep their names.",
-            ModelWarning,
-            stacklevel=4,
-        )
-        return result
+        named = [*named_state(given).items(), *named_state(self.model).items()]
+        calls = _Calls()
+        with self.evaluation(), calls:
+            outputs = self.outputs(self.trained, inputs)
+        used = {name for name, value in named if id(value) in calls.taken}
+        if used or self._is_another(given, inputs, outputs):
+            problem = f"it uses {min(used)} otherwise" if used else "a copy computes something else"
+            raise ModelError(
+                "Model: expected one that uses its parameters and buffers as attributes of its "
+                f"modules (self.layer.weight) alone, got one that does not: {problem}. Global "
+                "names, closures, lists of parameters and identities do not lead to a copy's own."
+            )
+        return replace(self, given=None)
 
     def _is_another(self, given: torch.nn.Module, inputs: Inputs, outputs: Tensor) -> bool:
-        """Whether the model itself has other outputs; not known where it would be altered."""
-        state, copies = named_state(given), {**self.constants, **self.trained}
-        unlike = any(module.training for module in given.modules()) or any(
+        """Return whether the module has other outputs; not known where that would alter it."""
+        copies = {**self.constants, **self.trained}
+        if any(module.training for module in given.modules()) or any(
             (value.device, value.dtype) != (copies[name].device, copies[name].dtype)
             or not torch.equal(value.detach(), copies[name])
-            for name, value in state.items()
-        )
-        if unlike:
+            for name, value in named_state(given).items()
+        ):
             return False
         args, kwargs = _arguments(inputs)
         with _TURNS.at(given), self.evaluation(), AsDefined():
@@ -200,7 +197,7 @@ class Network:
             return not same_outputs(found, outputs) and not self.is_random(inputs)
 
     def is_random(self, inputs: Inputs) -> bool:
-        """Whether the same inputs give different outputs from pass to pass.
+        """Return whether the same inputs give different outputs from pass to pass.
 
         A pass that draws random numbers is suspected, and repeated far more often, so that what
         happens in a few passes of a hundred is seen. Cost: up to `_PASSES` on two inputs, for as
@@ -235,19 +232,13 @@ class Network:
         return space.flatten(own).to(self.device, self.dtype)
 
     def outputs(self, trained: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-        """The outputs z (B, C) at the parameters `trained`; differentiable in them."""
+        """Compute the outputs z (B, C) at the parameters `trained`; differentiable in them."""
         state = {**self.constants, **trained}
-        held = {}
-        if self.held:
-            own = named_state(self.model)
-            held = {id(own[name]): state[name] for name in self.held}
-        if not self.is_private:  # of which parts may be compiled
-            state = {name: state[as_written(name)] for name in _names(self.model)}
-        with AsDefined(held):
+        with AsDefined():
             return _logits(torch.func.functional_call(self.model, state, *_arguments(inputs)))
 
     def one_output(self, trained: Mapping[str, Tensor], example: Inputs) -> Tensor:
-        """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
+        """Compute z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
     def gradient(
@@ -256,7 +247,7 @@ class Network:
         total: Callable[[Tensor], Tensor],
         during: Callable[[Mapping[str, Tensor]], AbstractContextManager[Any]] | None = None,
     ) -> Tensor:
-        """The gradient (P,) of a number that the outputs (B, C) give, at the trained point.
+        """Compute the gradient (P,) of a number that the outputs (B, C) give, at the trained point.
 
         Args:
             inputs: of the network.
@@ -273,7 +264,7 @@ class Network:
         return self.parameters.flatten(dict(zip(trained, parts, strict=True)))
 
     def activation_bytes(self, inputs: Inputs) -> int:
-        """The memory of everything that a forward pass keeps for its derivatives."""
+        """Measure the memory of everything that a forward pass keeps for its derivatives."""
         sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -317,76 +308,182 @@ class Network:
                     f"{option('params=')}."
                 )
 
+    def check_independence(self, inputs: Inputs, outputs: Tensor, *, closely: bool = False) -> None:
+        """Refuse outputs (B, C) that are others where an example has other company.
+
+        A few examples are run again, in another order. `closely` for a batch drawn from this one
+        with replacement, of the same size; for a part of it, backwards; and for examples alone.
+
+        Cost: a forward pass over 1/32 of the examples, and over two more; `closely`, about two
+        passes.
+
+        Raises:
+            ModelError: they are.
+        """
+        count, outputs = len(outputs), outputs.detach()
+        if count == 1:
+            return
+        generator = torch.Generator().manual_seed(count)
+        samples = [torch.randperm(count, generator=generator)[: 2 + count // _SHARE]]
+        if closely:
+            last = torch.tensor([count - 1])
+            drawn = torch.randint(count, (count,), generator=generator)
+            samples = [drawn, torch.arange(count // 2, -1, -1), last, last * 0]
+        for sample in samples:
+            chosen = sample.to(outputs.device)
+            try:
+                is_same = self._is_independent(inputs, outputs, chosen)
+            except RuntimeError as error:  # a model that takes batches in one order alone, say
+                if ran_out(error) or len(sample) == 1:
+                    raise
+                is_same = self._is_independent(inputs, outputs, chosen.sort().values)
+            if not is_same:
+                raise ModelError(
+                    "Model output: expected that of one example not to depend on the rest of its "
+                    "batch, got one that does. Batch norm needs its running statistics "
+                    "(track_running_stats=True), recurrent layers batch_first=True."
+                )
+
+    def _is_independent(self, inputs: Inputs, outputs: Tensor, sample: Tensor) -> bool:
+        """Return whether some examples have the same outputs alone, but for rounding."""
+        some, expected = map_leaves(lambda leaf: leaf[sample], inputs), outputs[sample]
+        try:
+            found = self.outputs(self.trained, some)
+        except ValueError:  # statistics of a batch that has a single example
+            return False
+        if found.shape != expected.shape:
+            return False
+        gap, scale = (found - expected).abs().amax(0), outputs.abs().amax(0)
+        over = gap > _OTHER_SIZE[self.dtype] * scale
+        if not bool(gap.isfinite().all()) or not bool(over.any()):
+            return True  # outputs that are not finite have an error of their own
+        return not bool((gap > _OF_NOISE * self._noise(some, found))[over].any())
+
+    def _noise(self, inputs: Inputs, outputs: Tensor) -> Tensor:
+        """Measure how far outputs move with weights rounded as coarsely as any result is, (C,)."""
+        with _Calls() as calls:
+            self.outputs(self.trained, inputs)
+        generator = torch.Generator().manual_seed(0)
+        eps = max((torch.finfo(kind).eps for kind in calls.kinds), default=0.0)
+
+        def rounded(value: Tensor) -> Tensor:
+            if not value.is_floating_point():
+                return value
+            step = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            return value * (1 + eps * step.to(value.device)).to(value.dtype)
+
+        trained = {name: rounded(value) for name, value in self.trained.items()}
+        constants = {name: rounded(value) for name, value in self.constants.items()}
+        moved = replace(self, constants=constants).outputs(trained, map_leaves(rounded, inputs))
+        return (moved - outputs).abs().amax(0)
+
     def same_bits(self) -> AbstractContextManager[None]:
-        """Deterministic algorithms alone, where they were asked for; a CPU has no others."""
+        """Ask for deterministic algorithms, where they are wanted; a CPU has no others."""
         return same_bits(self.deterministic and self.device.type == "cuda")
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Compute in eval mode and full precision; everything is as before afterwards.
+        """Compute in full precision, and models that were compiled as they were written.
 
-        Another thread waits until this one is done with the model, whose parameters are others in
-        the meantime; where it is the user's, its flags and hooks as well.
-
-        Raises:
-            ModelError: it is the user's, and its parameters have other names than at the fit.
+        Another thread waits until this one is done with the copy, whose parameters are others in
+        the meantime.
         """
-        with _TURNS.at(self.model):
-            self._check_names()
-            yield from self._evaluation()
-
-    def _check_names(self) -> None:
-        if self.is_private:
-            return
-        expected = {*self.trained, *self.constants}
-        found = {as_written(name) for name in _names(self.model)}
-        if found != expected:
-            raise ModelError(
-                "Model: the model's parameters were renamed since the fit: missing "
-                f"{_some(expected - found)}; new {_some(found - expected)}. Bring it back to what "
-                "it was, or fit again."
-            )
-
-    def _evaluation(self) -> Iterator[None]:
-        training = [module for module in self.model.modules() if module.training]
-        # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
-        hooked = [
-            (module, name, hooks)
-            for module in self.model.modules()
-            for name in ("_backward_hooks", "_backward_pre_hooks")
-            if (hooks := getattr(module, name))
-        ]
-        for module in training:
-            module.training = False
-        for module, name, _ in hooked:
-            setattr(module, name, OrderedDict())
-        try:
-            with self.same_bits(), full_precision(self.device), _not_compiled(), _plain_calls():
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            for module, name, hooks in hooked:
-                setattr(module, name, hooks)
+        # Without `_dynamo` nothing is compiled, and importing it takes seconds.
+        eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
+        with (
+            _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager,
+            _plain_calls(),
+        ):  # fmt: skip
+            yield
 
 
-_TURNS = Turns()
-_ROUNDING = 100  # units in the last place of the largest output
-# Of passes that draw no random numbers, and of those that do.
-_PASSES, _SECONDS = (60, 400), (0.05, 4.0)
-_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
+@dataclass(frozen=True)
+class Behaviour:
+    """What a network computes, to tell it from others with the same weights.
+
+    Attributes:
+        ranges: of the generated inputs (see `Signature.generate`); empty where there are none.
+        outputs: of those inputs, in float64.
+    """
+
+    ranges: Ranges
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, network: Network, signature: Signature, ranges: Ranges) -> Behaviour:
+        """Note what a network computes. Cost: a forward pass of a few inputs."""
+        if sum(GENERATED * math.prod(shape) for shape, _, _ in ranges) <= MOST_GENERATED:
+            outputs = _generated_outputs(network, signature, ranges)
+            if outputs is not None and bool(outputs.isfinite().all()):
+                return cls(ranges, outputs)
+        return cls((), torch.zeros(0, 0, dtype=torch.float64))
+
+    def difference(self, network: Network, signature: Signature) -> str:
+        """Describe how a network differs from the one that is noted; empty if it does not."""
+        if not self.ranges:
+            return ""
+        outputs = _generated_outputs(network, signature, self.ranges)
+        if outputs is None:
+            return "it does not take the inputs that it took"
+        if outputs.shape != self.outputs.shape:
+            return f"it has {outputs.shape[1]} outputs, not {self.outputs.shape[1]}"
+        gap, scale = (float(x.abs().max()) for x in (outputs - self.outputs, self.outputs))
+        if gap <= _SAME[network.dtype] * scale:
+            return ""
+        return f"outputs of generated inputs differ by {gap / (scale or 1.0):.2g} of the largest"
 
 
-def _names(model: torch.nn.Module) -> list[str]:
-    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+def _generated_outputs(network: Network, signature: Signature, ranges: Ranges) -> Tensor | None:
+    """Compute the outputs of generated inputs; None where the model does not take any numbers."""
+    try:
+        with network.evaluation():
+            inputs = signature.generate(ranges, network.device, network.dtype)
+            return network.outputs(network.trained, inputs).double().cpu()
+    except Exception as error:  # of the user's own
+        if ran_out(error):
+            raise
+        return None
 
 
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "") or "none"
+class AsDefined(TorchFunctionMode):
+    """A forward pass that has derivatives of every kind, for one example and for many.
+
+    Operations of `definitions` are computed by their formulas. It costs a microsecond a call.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, or what it is made of."""
+        return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes what torch's functions take and return.
+
+    Attributes:
+        taken: the identities of what they take.
+        kinds: the floating types of what they return: a model may compute a part in float16.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: set[int] = set()
+        self.kinds: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and note its arguments and the types of its results."""
+        result = func(*args, **(kwargs or {}))
+        self.taken |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        found = (leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        self.kinds |= {kind for kind in found if kind.is_floating_point}
+        return result
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The arguments of a forward pass, in tensors that it may change."""
+    """Return the arguments of a forward pass, in tensors that it may change."""
     own = map_leaves(torch.clone, inputs)
     if isinstance(own, dict):
         return (), own
@@ -394,7 +491,7 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 
 
 def same_outputs(a: Tensor, b: Tensor) -> bool:
-    """Whether outputs are the same but for rounding, NaN counted as a value."""
+    """Return whether outputs are the same but for rounding, NaN counted as a value."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     scale = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
@@ -403,7 +500,7 @@ def same_outputs(a: Tensor, b: Tensor) -> bool:
 
 
 def weighted_sum(outputs: Tensor) -> Tensor:
-    """A number that each output (B, C) has another part in."""
+    """Compute a number that each output (B, C) has another part in."""
     return (outputs * torch.arange(1, outputs.shape[1] + 1, device=outputs.device)).sum()
 
 
@@ -427,41 +524,39 @@ def model_errors(advice: str = "") -> Iterator[None]:
         ) from error
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """A digest of a model's whole state: names, shapes, types and values."""
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Return a digest of a model's state as files have it: names, shapes, types and values."""
     digest = hashlib.blake2b(digest_size=16)
     with _TURNS.at(model):
         state = {as_written(name): value for name, value in model.state_dict().items()}
     for name, value in sorted(state.items()):
-        if not isinstance(value, Tensor):
-            continue
-        digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())
-        plain = value.detach().cpu().contiguous()
-        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+        if isinstance(value, Tensor):
+            digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())
+            digest.update(tensor_bytes(value))
     return digest.hexdigest()
+
+
+_CHECKPOINTS: Any = torch.utils.checkpoint
+_HERE = threading.local()
 
 
 @contextmanager
 def _calls_instead_of_checkpoints() -> Iterator[None]:
-    """In this thread `torch.utils.checkpoint` calls what it is given, which computes the same.
+    """Let `torch.utils.checkpoint` call what it is given, in threads that compute here.
 
     It saves memory by a second forward pass amid the backward one, which no mode or transform sees.
     """
     again = _CHECKPOINTS._checkpoint_without_reentrant_generator
     reentrant = _CHECKPOINTS.CheckpointFunction
 
-    def nothing() -> Iterator[None]:
-        yield
-
     def without(*args: Any, **kwargs: Any) -> Any:
-        return nothing() if getattr(_HERE, "depth", 0) else again(*args, **kwargs)
+        return iter([None]) if getattr(_HERE, "depth", 0) else again(*args, **kwargs)
 
     class Reentrant:
         @staticmethod
         def apply(function: Any, preserve: Any, *args: Any) -> Any:
-            if getattr(_HERE, "depth", 0):
-                return function(*args)
-            return reentrant.apply(function, preserve, *args)
+            is_here = getattr(_HERE, "depth", 0)
+            return function(*args) if is_here else reentrant.apply(function, preserve, *args)
 
     _CHECKPOINTS._checkpoint_without_reentrant_generator = without
     _CHECKPOINTS.CheckpointFunction = Reentrant
@@ -472,8 +567,6 @@ def _calls_instead_of_checkpoints() -> Iterator[None]:
         _CHECKPOINTS.CheckpointFunction = reentrant
 
 
-_CHECKPOINTS: Any = torch.utils.checkpoint
-_HERE = threading.local()
 _checkpoints = Shared(_calls_instead_of_checkpoints)
 
 
@@ -498,13 +591,6 @@ class _Sizes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.total += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
         return result
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Run models that were compiled as they were written: derivatives look inside."""
-    if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
-        return nullcontext()
-    return _AS_WRITTEN()
 
 
 def _logits(result: object) -> Tensor:

@@ -18,13 +18,19 @@ from torch import Tensor
 from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option, warn
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.losses import Loss, read_loss, told_apart
-from deltabars.problem.batches import Batch
-from deltabars.problem.behaviour import check_independence, ranges_of
-from deltabars.problem.data import TrainingData
-from deltabars.problem.inputs import Signature, leaves, map_leaves
+from deltabars.problem.data import (
+    Batch,
+    Signature,
+    TrainingData,
+    as_tensors,
+    check_can_be_read_again,
+    leaves,
+    map_leaves,
+    ranges_of,
+)
 from deltabars.problem.network import Network, model_errors, weighted_sum
-from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
+from deltabars.problem.sharding import own_part
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.runtime.vectors import Spaces
@@ -152,8 +158,12 @@ class Problem:
             )
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
+        data, source = as_tensors(data), "whole"
+        check_can_be_read_again(data)
+        if self.group.size > 1:
+            data, source = own_part(data, self.group)
         self.data = TrainingData(
-            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted
+            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted, source
         )
         self.num_outputs = 0  # until the model is tried
         advice = _advice_on_integers(self.data.signature)
@@ -161,7 +171,7 @@ class Problem:
         self.ranges = ranges_of(first.inputs)
         self._pixels = _advice_on_pixels(first)
         with model_errors(advice):
-            self.network = self.network.settled(first.inputs)
+            self.network = self.network.verified(first.inputs)
         with self.network.evaluation(), model_errors(advice):
             self.num_outputs = self._try(first, allow_probabilities)
             self._check_same_function(first)
@@ -361,7 +371,7 @@ class Problem:
                 "Model output: expected the same outputs for the same inputs in eval mode, got "
                 "different ones. Turn off what is random in the forward pass."
             )
-        check_independence(self.network, batch.inputs, outputs, closely=True)
+        self.network.check_independence(batch.inputs, outputs, closely=True)
         assert batch.targets is not None
         targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
         self.likelihood.check_targets(outputs, targets)
@@ -437,7 +447,7 @@ class Problem:
 
         gradient = self.network.gradient(batch.inputs, total).double()
         outputs, losses = outputs.detach(), losses.detach()
-        check_independence(self.network, batch.inputs, outputs)
+        self.network.check_independence(batch.inputs, outputs)
         bad = int((~losses.isfinite()).sum())
         if bad:
             raise DataError(

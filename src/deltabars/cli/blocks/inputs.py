@@ -9,8 +9,16 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Sub
 
 from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.errors import DataError, first_line
-from deltabars.problem.batches import Batch, as_tensors, batch_of, collated, is_fixed, iterate
-from deltabars.problem.inputs import Signature, leaves
+from deltabars.problem.data import (
+    Batch,
+    Signature,
+    as_tensors,
+    batch_of,
+    collated,
+    is_fixed,
+    iterate,
+    leaves,
+)
 
 _READ_SIZE = 1024  # inputs a batch at the most, where they do not come in batches
 _READ_BYTES = 1 << 26

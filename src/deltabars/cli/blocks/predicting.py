@@ -35,7 +35,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 from deltabars.runtime.distributed import Group, current_group
 from deltabars.runtime.progress import Progress
 from deltabars.runtime.vectors import group_of
