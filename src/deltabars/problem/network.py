@@ -470,6 +470,8 @@ def model_errors(advice: str = "") -> Iterator[None]:
     except (RuntimeError, IndexError, TypeError) as error:
         if ran_out(error):
             raise
+        if "checkpoint" in str(error):
+            advice += " Turn activation checkpointing off: it hides a part of the forward pass."
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
