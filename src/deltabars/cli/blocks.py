@@ -210,7 +210,7 @@ class _Inputs:
                 "Data: expected inputs with numbers (tensors, a Dataset, or a DataLoader that "
                 f"reads one in order), got {type(data).__name__}. Predict a stream to a file."
             )
-        whole = data.dataset if isinstance(data, DataLoader) else data
+        whole: Any = data.dataset if isinstance(data, DataLoader) else data
         self.count = count_of(data) if is_fixed(data) else len(whole)
         if not self.count:
             raise DataError("Inputs: expected at least one, got none.")

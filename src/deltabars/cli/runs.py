@@ -313,7 +313,8 @@ def _latest_of(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 def _named(raw: Mapping[str, Any]) -> NamedData:
     """Return named data from JSON, which has no tuples."""
-    return NamedData(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+    values: dict[str, Any] = dict(raw)
+    return NamedData(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def _fit_digest(folder: Path) -> str | None:
