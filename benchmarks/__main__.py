@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.runner import WORKS, run_bench, write_json
 from benchmarks.sizes import GPU, SMALL
 from benchmarks.sources import Sources
-from deltabars.cli.options import sayer
+from deltabars.cli.subject import sayer
 from deltabars.errors import DeltaBarsError
 
 _DESCRIPTION = """\
