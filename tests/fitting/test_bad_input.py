@@ -117,18 +117,13 @@ def test_other_requests(case, opg_fit, tmp_path):
         (lambda: fit(case, "model.pt"), "expected a torch.nn.Module, got str"),
         (lambda: fit(case, estimator="hessian", solver="incremental"), "got 'incremental', which"),
         (lambda: fit(case, solver="dense", max_seconds=60), "expected solver .* got 'dense'"),
-        (lambda: fit(case, rank="auto", tolerance=0), "tolerance: expected a number above zero"),
-        (
-            lambda: fit(case, rank="auto", tolerance="5 %"),
-            "tolerance: expected a number above zero",
-        ),
+        (lambda: fit(case, rank="auto", tolerance="5 %"), "tolerance: expected a number above"),
         (lambda: fit(case, rank=5, tolerance=0.1), likewise),
         (lambda: fit(case, rank=5, probe=case.unseen), likewise),
         (lambda: fit(case, rank="auto", solver="arpack"), "with rank='auto', got 'arpack'"),
         (lambda: fit(case, rank="auto", probe=case.unseen[:0]), "at least one"),
         (lambda: opg_fit.predict(case.unseen, bound="paper", full_rank=False), "full_rank=False"),
         (lambda: opg_fit.sample(0), "n: expected .*got 0"),
-        (lambda: opg_fit.sample(2, full_rank="no"), "full_rank: expected True or False"),
         (lambda: opg_fit.with_l2(-1), "l2: expected .*got -1"),
     ]
     for request, match in requests:
@@ -149,21 +144,16 @@ NOT_REPEATING = "same examples on every pass.*Turn off random augmentation"
 DATA = {
     "no batches": (lambda x, y: [], "the data are empty"),
     "empty loader": (lambda x, y: loader(x[:0], y[:0]), "the data are empty"),
-    "empty tensors": (lambda x, y: (x[:0], y[:0]), "the data are empty"),
     "generator": (lambda x, y: (pair for pair in [(x, y)]), r"one-pass iterator \(generator\)"),
     "large target": (lambda x, y: (x, y + 1), "from 0 to 2 .*3 outputs.*got 3"),
-    "negative target": (lambda x, y: (x, y - 1), "from 0 to 2 .*got -1"),
     "float targets": (lambda x, y: (x, y.double()), r"got torch.float64.*\.long\(\)"),
     "target column": (lambda x, y: (x, y[:, None]), r"expected shape \(29,\).*got \(29, 1\)"),
     "fewer targets": (lambda x, y: (x, y[:-1]), r"\(29, 4\), \(28,\)"),
-    "short batch": (lambda x, y: [(x, y[:-1])], r"each of 29 inputs, got .*\(28,\)"),
     "second batch of another type": (lambda x, y: [(x, y), (x.float(), y)], "torch.float32"),
     "inputs alone": (lambda x, y: x, r"\(inputs, targets\).*got Tensor"),
     "no labels": (lambda x, y: {"x": x, "y": y}, r"'labels', got \['x', 'y'\]"),
     "a path": (lambda x, y: "train.pt", "expected a DataLoader.*got str"),
-    "arrays of texts": (lambda x, y: (x.numpy().astype(str), y), "categories numbers first"),
     "NaN": (lambda x, y: (x.index_fill(0, y[:1] * 0 + 3, torch.nan), y), "1 of the 29 examples"),
-    "infinity": (lambda x, y: (x / 0.0, y), "29 of the 29 examples"),
     "augmentation": (augmented, NOT_REPEATING),
     "replacement": (with_replacement, NOT_REPEATING),
     "dropped rest": (partial(loader, batch_size=20, shuffle=True, drop_last=True), NOT_REPEATING),
@@ -182,7 +172,6 @@ def zero_root(z):
 
 OUTPUTS = {
     "one column": (lambda z: z[:, 0], r"expected logits of shape \(B, C\), got \(29,\)"),
-    "three dimensions": (lambda z: z[..., None], r"\(B, C\), got \(29, 3, 1\)"),
     "tuple": (lambda z: (z, z), "got tuple.*Wrap the model"),
     "fewer rows": (lambda z: z[1:], r"one row for each of 29 examples, got \(28, 3\)"),
     "overflow": (lambda z: z * 1e200 * 1e200, "29 NaN or infinite.*overflow"),
@@ -226,7 +215,6 @@ MODELS = {
     "one of two matches": (dense, ["2*", "2.wieght"], r"'2\.wieght'.*2\.weight"),
     "no patterns": (dense, [], r"params: expected .*got \[\]"),
     "predicate of nothing": (dense, lambda name: False, r"selects none of 0\.weight"),
-    "a module": (dense, nn.Linear(2, 2), "params: expected"),
     "auxiliary layer": (
         lambda: unused_layer_last(7),
         deltabars.last_layer(),
@@ -244,28 +232,22 @@ def test_models_and_selections(case, kind):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
+def test_models_without_values_or_code(case):
+    for make, match in (
         (lambda: dense().to("meta"), "tensors without values"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "tensors without values"),
         (lambda: torch.jit.script(nn.Linear(4, 3).double()), "TorchScript"),
-    ],
-    ids=["meta", "lazy", "scripted"],
-)
-def test_models_without_values_or_code(case, make, match):
-    with pytest.raises(errors.ModelError, match=match):
-        fit(case, make())
+    ):
+        with pytest.raises(errors.ModelError, match=match):
+            fit(case, make())
 
 
 INPUTS = {
     "another type": (lambda u: u.float(), "expected torch.float64.*got torch.float32"),
     "another shape": (lambda u: u[:, :3], r"expected .*\(B, 4\).*got .*\(B, 3\)"),
-    "one example": (lambda u: u[0], r"expected .*\(B, 4\).*got .*\(B\)"),
     "another device": (lambda u: u.to("meta"), "on the CPU, got meta"),
     "NaN": (lambda u: u * torch.nan, "expected finite values, got NaN"),
     "nothing": (lambda u: u[:0], "expected at least one, got none"),
-    "scalar": (lambda u: u[0, 0], "first dimension"),
     "None": (lambda u: None, "got NoneType"),
     "a mapping": (lambda u: {"x": u}, r"got x torch.float64 \(B, 4\)"),
     "batches without labels": (lambda u: [u[:3], u[3:6]], "one tensor of inputs more"),
@@ -301,25 +283,21 @@ def test_probabilities_for_logits_are_refused_unless_that_is_said(case):
 def test_sigmoids_for_logits_likewise(outputs, likelihood):
     """Outputs from 0 to 1 are probabilities, unless the targets say that they are weak logits."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(90, 2, generator=draw, dtype=torch.float64)
-    y = (torch.rand(90, 2, generator=draw) < (2 * x).sigmoid()).double()[:, :outputs]
-    options = {"l2": 0.01, "rank": 2, "likelihood": likelihood, "progress": False}
+    core = nn.Linear(outputs, outputs).double()
+    nn.init.eye_(core.weight)
+    nn.init.zeros_(core.bias)
+    x = 2 * torch.randn(90, outputs, generator=draw, dtype=torch.float64)
 
-    def fitted(end, targets, **more):
-        core = nn.Linear(2, outputs).double()
-        with torch.no_grad():
-            core.weight.copy_(2 * torch.eye(2)[:outputs])
-            core.bias.zero_()
-        model = Wrapped(core, end)
-        return with_warnings(lambda: deltabars.fit(model, (x, targets), **options, **more))[0]
+    def fitted(end, **more):
+        chances = core(x).sigmoid() if end is torch.sigmoid else end(core(x)).sigmoid()
+        y = (torch.rand(90, outputs, generator=draw) < chances).double()
+        options = {"l2": 0.01, "rank": 2, "likelihood": likelihood, "progress": False, **more}
+        with_warnings(lambda: deltabars.fit(Wrapped(core, end), (x, y), **options))
 
     with pytest.raises(errors.ModelError, match=r"in a sigmoid, leave it out.*torch\.logit"):
-        fitted(torch.sigmoid, y)
-    fitted(torch.sigmoid, y, allow_probabilities=True)
-    weak = (0.5 + 0.45 * (2 * x[:, :outputs]).tanh()).sigmoid()
-    fitted(
-        lambda z: 0.5 + 0.45 * z.tanh(), (torch.rand(90, outputs, generator=draw) < weak).double()
-    )
+        fitted(torch.sigmoid)
+    fitted(torch.sigmoid, allow_probabilities=True)
+    fitted(lambda z: 0.5 + 0.45 * z.tanh())
 
 
 def test_bytes_for_a_network_of_floats():

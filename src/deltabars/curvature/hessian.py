@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
-from deltabars.curvature.singles import UNSUPPORTED
+from deltabars.curvature.pullback import UNSUPPORTED
 from deltabars.curvature.slicing import Sliced, Slices, slices_of
 from deltabars.errors import ModelError, ModelWarning, first_line, option, warn
 from deltabars.likelihoods.base import Likelihood
