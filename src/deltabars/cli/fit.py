@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from deltabars.cli.launching import compute_device
 from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
 from deltabars.cli.subject import (
     Code,
     call,
-    compute_device,
     made,
     named_data,
     named_model,

@@ -313,8 +313,8 @@ def _latest_of(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 def _named(raw: Mapping[str, Any]) -> NamedData:
     """Return named data from JSON, which has no tuples."""
-    values: dict[str, Any] = dict(raw)
-    return NamedData(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    plain: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    return NamedData(**plain)
 
 
 def _fit_digest(folder: Path) -> str | None:

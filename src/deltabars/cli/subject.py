@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from deltabars.cli.launching import compute_device
 from deltabars.cli.runs import Kept, Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.cli.sources.source import Source
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
-from deltabars.errors import BadValueError, DataError, first_line, printable
+from deltabars.errors import BadValueError, DataError, printable
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.runtime.progress import Progress
@@ -53,23 +54,6 @@ def check_file(path: Path | None, endings: Sequence[str], option: str = "--out")
     if path.suffix.lower() == ".parquet":
         pyarrow()
     check_can_write(path, option)
-
-
-def compute_device(asked: str | None) -> torch.device:
-    """Return the device that was asked for; without one, cuda where there is one, else the CPU."""
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("float64 is needed, which others do not have")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = first_line(error).rstrip(".")
-        raise BadValueError(
-            f"--device: expected cpu, cuda or cuda:N, got {asked!r} ({why})."
-        ) from error
-    return device
 
 
 def named_model(options: argparse.Namespace, kept: NamedModel | None = None) -> NamedModel:
