@@ -63,7 +63,6 @@ def quick_run(scans, tmp_path_factory) -> Run:
 LONGEST = (
     "test_reproduction",
     "test_reproduction_numbers",
-    "test_reproduction_refused",
     "test_docs",
     "test_distributed",
     "test_distributed_failures",
@@ -84,7 +83,7 @@ LONGEST = (
     "test_distributed_results",
 )
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
-TOGETHER = LONGEST[:3]
+TOGETHER = LONGEST[:2]
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,7 @@ from deltabars.errors import DeltaBarsError
 from deltabars.recipes.images import read_cifar10, read_idx
 from deltabars.storage import format as storage
 from tests.networks import make_case
-from tests.recipes.test_recipes_paper import idx_bytes
+from tests.scans import idx_bytes
 
 ABSURD = (-1, 0, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1)
 TEXTS = (

@@ -191,8 +191,14 @@ def test_any_form_of_matrix_serves(given):
         (lambda: lanczos(torch.eye(4), 5), "got 5"),
         (lambda: lanczos(torch.zeros(4, 3), 1), "expected a square one"),
         (lambda: lanczos(torch.eye(4), 1, tolerance=0.0), "tolerance"),
-        (lambda: lanczos(torch.eye(4), 3, max_products=2), "max_products: expected a whole number from 3"),
-        (lambda: lanczos(torch.eye(4), 3, smallest=2), "smallest: expected a whole number from 0 to 1"),
+        (
+            lambda: lanczos(torch.eye(4), 3, max_products=2),
+            "max_products: expected a whole number from 3",
+        ),
+        (
+            lambda: lanczos(torch.eye(4), 3, smallest=2),
+            "smallest: expected a whole number from 0 to 1",
+        ),
         (lambda: block_krylov(torch.eye(4), 2, block_size=0), "block_size"),
         (lambda: arpack(torch.eye(4), 4), "expected below P = 4 for ARPACK"),
         (lambda: incremental_svd(3.0, 1), "expected an operator, a matrix or blocks"),

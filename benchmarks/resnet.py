@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltabars.errors import BadValueError
-from deltabars.fitting.fit import fit
-from deltabars.fitting.fitted import DeltaFit
 from deltabars.runtime.progress import Progress
 
 L2 = 5e-4  # the weight decay that is usual for this network
@@ -25,7 +23,7 @@ _AT_ONCE = 512  # images, where nothing is learnt
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions with batch norm, and a way around them."""
+    """Two 3×3 convolutions with batch norm, and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -68,10 +66,10 @@ class ResNet(nn.Module):
         )
         stages: list[nn.Module] = []
         inputs = width
-        for place, count in enumerate(blocks):
-            outputs = width * 2**place
+        for stage, count in enumerate(blocks):
+            outputs = width * 2**stage
             for number in range(count):
-                stride = 2 if place and not number else 1
+                stride = 2 if stage and not number else 1
                 stages.append(Block(inputs, outputs, stride))
                 inputs = outputs
         self.stages = nn.Sequential(*stages)
@@ -82,13 +80,8 @@ class ResNet(nn.Module):
         return self.head(self.stages(self.stem(x)).mean((2, 3)))
 
 
-def resnet18(classes: int = 10, channels: int = 3, seed: int = 0) -> ResNet:
-    """ResNet-18 for small images, with He's initial weights drawn from `seed`."""
-    return resnet(seed, classes=classes, channels=channels)
-
-
 def resnet(seed: int = 0, **sizes: Any) -> ResNet:
-    """A ResNet of other `sizes` (see `ResNet`), with He's initial weights drawn from `seed`."""
+    """Make a ResNet of `sizes` (see `ResNet`) with He's initial weights drawn from `seed`."""
     network = ResNet(**sizes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -105,10 +98,10 @@ def resnet(seed: int = 0, **sizes: Any) -> ResNet:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to.
+    """The result of a training.
 
     Attributes:
-        loss: the mean loss of the last epoch, as it was met on the way.
+        loss: the mean loss over the steps of the last epoch.
         accuracy: of the training examples in eval mode, at the end.
     """
 
@@ -148,16 +141,14 @@ def train(
             have a tenth of its rate: without the statistics of batches nothing else keeps large
             steps in bounds.
 
-    Returns:
-        What it came to.
     """
     if epochs < 0 or closing < 0 or not epochs + closing:
         raise BadValueError(
             f"epochs and closing: expected whole numbers from 0 on, not both 0, got {epochs!r} "
             f"and {closing!r}."
         )
-    place = next(network.parameters()).device
-    images, labels = images.to(place), labels.to(place)
+    device = next(network.parameters()).device
+    images, labels = images.to(device), labels.to(device)
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, weight_decay=l2)
     loss, most, factor = math.nan, math.inf, 1.0
@@ -168,8 +159,8 @@ def train(
                 optimiser.state.clear()  # momentum of another cost
                 most = _cost(network, images, labels, l2)
             before = None if epoch < epochs else copy.deepcopy(network.state_dict())
-            parts = torch.randperm(len(images), generator=generator).to(place).split(batch_size)
-            total = torch.zeros((), device=place)
+            parts = torch.randperm(len(images), generator=generator).to(device).split(batch_size)
+            total = torch.zeros((), device=device)
             for step, chosen in enumerate(parts):
                 for group in optimiser.param_groups:
                     share = _rate(epoch + step / len(parts), epochs, closing)
@@ -191,7 +182,7 @@ def train(
 
 
 def _cost(network: nn.Module, images: Tensor, labels: Tensor, l2: float) -> float:
-    """The cost of a network as it is."""
+    """Return the cost of a network as it is."""
     with torch.no_grad():
         parts = zip(images.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True)
         total = sum(
@@ -202,46 +193,17 @@ def _cost(network: nn.Module, images: Tensor, labels: Tensor, l2: float) -> floa
 
 
 def accuracy(network: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of images that a network labels rightly, as it is."""
-    place = next(network.parameters()).device
+    """Return the share of images that a network, in its mode, labels rightly."""
+    device = next(network.parameters()).device
     right = 0
     with torch.no_grad():
         for part, truth in zip(images.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True):
-            right += int((network(part.to(place)).argmax(1) == truth.to(place)).sum())
+            right += int((network(part.to(device)).argmax(1) == truth.to(device)).sum())
     return right / len(images)
 
 
-def trained_fit(
-    images: Tensor,
-    labels: Tensor,
-    *,
-    rank: int = 200,
-    estimator: str = "opg",
-    l2: float = L2,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    network: nn.Module | None = None,
-    training: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[nn.Module, DeltaFit]:
-    """ResNet-18 (or another `network`) trained on images, and its fit of `rank` eigenpairs.
-
-    Args:
-        training: further arguments of `train`.
-        options: further arguments of `deltabars.fit`.
-    """
-    network = (resnet18(int(labels.max()) + 1, seed=seed) if network is None else network).to(
-        device
-    )
-    train(network, images, labels, l2=l2, seed=seed, **(training or {}))
-    done = fit(
-        network, (images, labels), l2=l2, rank=rank, estimator=estimator, seed=seed, **options
-    )
-    return network, done
-
-
 def _rate(epoch: float, epochs: int, closing: int) -> float:
-    """The rate at a moment of the training, in parts of the highest one."""
+    """Return the rate at a moment of the training, in parts of the highest one."""
     if epoch >= epochs:
         return 0.1 * (1 - (epoch - epochs) / closing)
     rise = 0.2 * epochs
