@@ -105,6 +105,7 @@ def test_training(quick_run, network, data, probabilities):
     assert found["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch.func.jvp
 class TestSpectra:
     def test_they_are_the_curvature_along_their_vectors(self, quick_run, fit, network, data):
         """qᵀGq = mean (gₙᵀq)² + λ and qᵀHq, by plain differentiation of the losses."""
