@@ -59,7 +59,7 @@ def along(network, data, direction):
     derivative of their mean.
     """
     images, labels = data["train"]
-    point = dict(network.named_parameters())
+    point = {name: value.detach() for name, value in network.named_parameters()}
     sizes = [value.numel() for value in point.values()]
     parts = zip(point.items(), direction.split(sizes), strict=True)
     tangent = {name: part.view_as(value) for (name, value), part in parts}
