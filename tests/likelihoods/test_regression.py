@@ -212,9 +212,7 @@ def test_another_l2_has_its_own_estimated_noise(estimator, tmp_path):
             torch.testing.assert_close(there.std, here.std, rtol=1e-10, atol=0)
             torch.testing.assert_close(there.total_std, here.total_std, rtol=1e-10, atol=0)
         level = torch.tensor([l2], dtype=torch.float64)
-        for one, own in zip(
-            log_evidence(fit, level), log_evidence(again, level), strict=True
-        ):
+        for one, own in zip(log_evidence(fit, level), log_evidence(again, level), strict=True):
             torch.testing.assert_close(one, own, rtol=1e-10, atol=0)
     assert tuned.fit.noise == pytest.approx(again.noise, rel=1e-10)
     for noise in (0.4, fit.noise):
