@@ -173,7 +173,7 @@ def _sandwich(bench: Bench) -> tuple[deltabars.DeltaFit, tuple[str, ...]]:
         hessian = _made_up_pairs(rank, fit.num_parameters, bench.device)
         notes = ("the Hessian's pairs of three at once are random: speed only",)
     spectra = {"hessian": first_pairs(hessian, rank), "opg": fit.spectra["opg"]}
-    return deltabars.DeltaFit(fit.state.moved(estimator="sandwich", spectra=spectra)), notes
+    return fit.moved(estimator="sandwich", spectra=spectra), notes
 
 
 def _made_up_pairs(rank: int, size: int, device: torch.device) -> EigenPairs:

@@ -66,7 +66,7 @@ _ALIASES = {
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",
     # ----
-    "blocks": "cli.blocks.predicting",
+    "blocks": "cli.blocks",
     "checkpoints": "fitting.checkpoints",
     "ranks": "runtime.distributed",
 }

@@ -20,7 +20,7 @@ from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError, DataError, DataWarning
-from deltabars.problem.inputs import Signature
+from deltabars.problem.data import Signature
 from deltabars.recipes.images import read_mnist
 from tests.scans import only_line
 from tests.workshop import TEST, TRAIN

@@ -12,23 +12,20 @@ from torch import nn
 
 import deltabars
 from deltabars.errors import CorruptFileError, ModelWarning, WeightsMismatchError
-from deltabars.problem import behaviour
 from deltabars.storage import format as storage
 from tests.problem.test_private import DATA, INPUTS, Net, fit
 
 
 class Tuned(Net):
-    def __init__(self, mean=0.0, eps=1e-5, shift=0.0, way=torch.tanh, mask=0.0):
+    def __init__(self, mean=0.0, eps=1e-5, shift=0.0, way=torch.tanh):
         super().__init__()
         self.norm = nn.LayerNorm(6, eps=eps)
         self.register_buffer("mean", torch.full((4,), mean), persistent=False)
-        self.register_buffer("mask", torch.zeros(600), persistent=False)
-        self.mask[-1] = mask  # which no input comes to
         self.shift, self.way = torch.full((6,), shift), way
 
     def forward(self, x):
         self.cache = self.norm(self.a(x - self.mean)) + self.shift
-        return self.b(self.way(self.cache) + self.mask[:6])
+        return self.b(self.way(self.cache))
 
 
 def tuned(**options):
@@ -46,8 +43,7 @@ def path(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mean": 0.5}, {"eps": 1e-6}, {"shift": 0.1}, {"way": torch.sin}, {"mask": 1.0},
-     {"mask": -torch.inf}, {"mean": 1e-4}],
+    [{"mean": 0.5}, {"eps": 1e-6}, {"shift": 0.1}, {"way": torch.sin}, {"mean": 1e-4}],
     ids=",".join,
 )  # fmt: skip
 def test_another_function_of_the_same_weights_is_refused(path, options):
@@ -101,18 +97,9 @@ def test_inputs_are_generated_in_the_range_of_the_data(tmp_path):
     model, other = Tokens(), Tokens(factor=1.01)
     other.load_state_dict(model.state_dict())
     fit(model, data).save(tmp_path / "a")
-    assert deltabars.load(tmp_path / "a", model).behaviour.dtype == torch.float64
+    assert deltabars.load(tmp_path / "a", model).behaviour.ranges
     with pytest.raises(WeightsMismatchError, match="outputs of generated inputs differ"):
         deltabars.load(tmp_path / "a", other)
-
-
-def test_weights_beside_the_fitted_ones_count_for_what_is_copied_to_float64(monkeypatch):
-    monkeypatch.setattr(behaviour, "_MOST_IN_DOUBLE", 40)
-    model = tuned().float()
-    chosen = {"params": ["a.bias"], "dtype": torch.float32}
-    found = fit(model, (INPUTS.float(), DATA[1]), **chosen)
-    assert found.num_parameters < 40 < sum(value.numel() for value in model.parameters())
-    assert found.behaviour.dtype == torch.float32
 
 
 def test_a_fit_does_without_the_compiler_of_torch():
@@ -140,8 +127,6 @@ def test_files_before_this_version_load_with_a_note(path, tmp_path):
         {"ranges": [[[1 << 40], 0, 1]]},
         {"ranges": [[[4], 0, float("inf")]]},
         {"ranges": [[[4], 0, 1]] * 2},
-        {"dtype": "torch.int8"},
-        {"tensors": {"mean": [1.0]}},
     ],
     ids=str,
 )

@@ -14,15 +14,18 @@ import torch
 import deltabars
 from deltabars.errors import BadValueError, MissingDependencyError, StorageError
 from deltabars.fitting.tuning import Tuning
-from deltabars.report.galleries import Block, Row, save_gallery, save_rankings
 from deltabars.report.spectra import Spectrum, save_fit_spectra, save_spectra, save_tuning
 from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE, smooth
 from deltabars.report.uncertainty import (
+    Block,
     Comparison,
     Foreign,
     Panel,
+    Row,
     save_comparisons,
     save_foreign,
+    save_gallery,
+    save_rankings,
     save_surfaces,
     save_uncertainty,
 )

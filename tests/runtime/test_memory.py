@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError
-from deltabars.problem.batches import Batch
+from deltabars.problem.data import Batch
 from deltabars.runtime.memory import (
     ChunkSize,
     attempt,

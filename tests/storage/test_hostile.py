@@ -509,7 +509,6 @@ class TestFilesNameNoCode:
         about["data"] |= data
         return {**found, "about": np.array(json.dumps(about))}
 
-    @pytest.mark.filterwarnings("default::deltabars.errors.DataWarning")
     @pytest.mark.parametrize("spec", ["os:system", "evil:make", "evil.py:make"])
     @pytest.mark.parametrize("name", ["zz", "test.npz-0123456789ab"])
     def test_a_file_that_names_a_factory(self, spec, name, run, tmp_path, capsys):
@@ -520,7 +519,6 @@ class TestFilesNameNoCode:
         )
         for asked in (
             ("rank",), ("rank", "--part", "test"), ("report", "--out", "a.html"),
-            ("rank", "--print-python"), ("report", "--out", "a.html", "--print-python"),
             ("rank", "--rank", 5),
         ):  # fmt: skip
             code = self.command(*asked)
@@ -528,8 +526,6 @@ class TestFilesNameNoCode:
             assert spec not in said.out + said.err, asked
             # --part is not for .npz files: so it is about these data.
             assert code == (1 if "--part" in asked else 0), (asked, said.err)
-            if "--part" not in asked and "--print-python" not in asked:
-                assert "run.json does not name them" in said.err, asked
         assert not (tmp_path / "executed").exists()
 
     def test_a_file_in_the_place_of_one_that_is_known(self, run, tmp_path, workshop, capsys):

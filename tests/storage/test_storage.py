@@ -25,8 +25,8 @@ from deltabars.errors import (
 )
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.runtime.distributed import Group
-from deltabars.storage import format as storage
 from deltabars.storage import format as shards
+from deltabars.storage import format as storage
 from deltabars.storage.writing import write_text, write_whole, write_whole_folder
 from tests.conftest import cached_case
 from tests.networks import make_case

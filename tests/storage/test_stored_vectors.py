@@ -27,8 +27,8 @@ from deltabars.errors import (
     WeightsMismatchError,
 )
 from deltabars.runtime.vectors import PartedVectors
-from deltabars.storage import format as storage
 from deltabars.storage import format as shards
+from deltabars.storage import format as storage
 from tests.conftest import cached_case
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")

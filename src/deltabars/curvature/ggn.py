@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltabars.curvature.base import RowOperator
-from deltabars.problem.batches import Batch
 
 
 class GGNOperator(RowOperator):
@@ -15,15 +14,10 @@ class GGNOperator(RowOperator):
     """
 
     @property
-    def _rows_per_example(self) -> int:
+    def rows_per_example(self) -> int:
+        """C: those of Rₙᵀ Jₙ."""
         return self.problem.num_outputs
 
-    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
-        targets = batch.targets
-        assert targets is not None
-
-        def roots(outputs: Tensor) -> Tensor:
-            root = self.problem.likelihood.curvature_root(outputs.double(), targets)
-            return root.to(outputs.dtype)
-
-        return self.pullback.rows(batch.inputs, roots, out, self._parts, again=again)
+    def _cotangents(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        root = self.problem.likelihood.curvature_root(outputs.double(), targets)
+        return root.to(outputs.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from deltabars.curvature.base import RowOperator
-from deltabars.problem.batches import Batch
 
 
 class OPGOperator(RowOperator):
@@ -15,14 +14,9 @@ class OPGOperator(RowOperator):
     """
 
     @property
-    def _rows_per_example(self) -> int:
+    def rows_per_example(self) -> int:
+        """One: gₙ."""
         return 1
 
-    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
-        targets = batch.targets
-        assert targets is not None
-
-        def gradients(outputs: Tensor) -> Tensor:
-            return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
-
-        return self.pullback.rows(batch.inputs, gradients, out, self._parts, again=again)
+    def _cotangents(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)

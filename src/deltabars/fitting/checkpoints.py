@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from deltabars.eigen.basis import Growth
 from deltabars.eigen.checkpoint import OF_PAIRS, State, refuse_altered
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import (
@@ -33,7 +34,6 @@ from deltabars.errors import (
     StorageError,
     warn,
 )
-from deltabars.fitting.growth import ProbeGrowth
 from deltabars.likelihoods.losses import told_apart
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import Group
@@ -217,7 +217,7 @@ class MatrixCheckpoint:
         self._session.write(self._matrix, header, state)
 
     def finished(
-        self, device: torch.device, growth: ProbeGrowth | None
+        self, device: torch.device, growth: Growth | None
     ) -> tuple[EigenPairs, dict[str, Any]] | None:
         """Return its eigenpairs and their diagnostics, where they were found."""
         if self._state is None or not self._header.get("finished"):
@@ -233,7 +233,7 @@ class MatrixCheckpoint:
             return pairs, dict(numbers["diagnostics"])
 
     def finish(
-        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: ProbeGrowth | None
+        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: Growth | None
     ) -> None:
         """Save its eigenpairs in place of all states."""
         tensors = {name: getattr(pairs, name) for name in OF_PAIRS}

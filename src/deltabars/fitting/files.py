@@ -21,6 +21,7 @@ from deltabars.eigen.pairs import ROUNDING, EigenPairs
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
+    ModelError,
     ModelWarning,
     StorageError,
     WeightsMismatchError,
@@ -30,11 +31,9 @@ from deltabars.errors import (
 )
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.losses import LIKELIHOODS, described, from_description, is_own
-from deltabars.problem.behaviour import COUNT, MOST_NUMBERS, Behaviour, generated
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network, fingerprint
-from deltabars.problem.parameters import ParameterSpace, as_written, plain_model
-from deltabars.problem.prior import Prior
+from deltabars.problem.data import GENERATED, Signature
+from deltabars.problem.network import MOST_GENERATED, Behaviour, Network, weights_fingerprint
+from deltabars.problem.parameters import ParameterSpace, Prior, as_written, plain_model
 from deltabars.runtime.distributed import Columns
 from deltabars.runtime.memory import CHUNK, ran_out, read_bytes, resolve_budget, share
 from deltabars.runtime.precision import full_precision
@@ -240,11 +239,7 @@ def _head_of(
         for field in _SMALL
     }
     if behaviour is not None:
-        header["behaviour"] = {
-            "ranges": [list(each) for each in behaviour.ranges],
-            "dtype": str(behaviour.dtype),
-            "tensors": {name: list(found) for name, found in behaviour.tensors.items()},
-        }
+        header["behaviour"] = {"ranges": [list(each) for each in behaviour.ranges]}
         tensors[_OUTPUTS] = behaviour.outputs
     if state.estimator == "sandwich" and types:
         # Of rounded vectors it would be another one, and of large ones it takes long.
@@ -299,7 +294,7 @@ def read_fields(
         ) from error
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
-    network = _settled(network, signature, behaviour)
+    network = _verified(network, signature, behaviour)
     if check_weights:
         _check_function(path, network, signature, behaviour)
     scales = header.get("scales", {})
@@ -338,7 +333,7 @@ def _check_header(header: Mapping[str, Any]) -> None:
     given, scales = header["l2"], header.get("scales", {})
     levels = [*(given.values() if isinstance(given, dict) else [given]), *scales.values()]
     names, types, shapes = inputs["names"], inputs["dtypes"], inputs["shapes"]
-    ranges, noted = ([], {}) if behaviour is None else (behaviour["ranges"], behaviour["tensors"])
+    ranges = [] if behaviour is None else behaviour["ranges"]
     statistics = [value for found in header["statistics"].values() for value in found.values()]
     for what, holds in {
         "num_examples": _is_whole(header["num_examples"]) and header["num_examples"] > 0,
@@ -359,8 +354,7 @@ def _check_header(header: Mapping[str, Any]) -> None:
             _is_shape(shape) and like in (None, shape) and _is_real(low) and _is_real(high)
             for (shape, low, high), like in zip(ranges, shapes, strict=False)
         )
-        and sum(COUNT * math.prod(shape) for shape, _, _ in ranges) <= MOST_NUMBERS
-        and all(len(each) == 3 and all(map(_is_real, each)) for each in noted.values()),
+        and sum(GENERATED * math.prod(shape) for shape, _, _ in ranges) <= MOST_GENERATED,
     }.items():
         _expect(holds, what)
 
@@ -428,8 +422,7 @@ def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour 
     real = outputs.ndim == 2 and outputs.dtype == torch.float64
     _expect(real and bool(outputs.isfinite().all()), "behaviour")
     ranges = tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"])
-    noted = {name: tuple(found) for name, found in raw["tensors"].items()}
-    return Behaviour(ranges, outputs, _COMPUTED[raw["dtype"]], noted)
+    return Behaviour(ranges, outputs)
 
 
 def _stays_in_files(
@@ -462,23 +455,23 @@ def _check_model(
                 f"{path} was fitted to another model: expected a parameter {shortened(name)} of "
                 f"shape {shortened(shape)}, got {shapes.get(name, 'none of that name')}."
             )
-    if weights is not None and fingerprint(model) != weights:
+    if weights is not None and weights_fingerprint(model) != weights:
         raise WeightsMismatchError(
             f"{path} was fitted to other weights than this model has. Load the weights of the "
             "fit, or pass check_weights=False to use its curvature with these."
         )
 
 
-def _settled(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
+def _verified(network: Network, signature: Signature, behaviour: Behaviour | None) -> Network:
     """Try the network's private copy on generated inputs, where it takes any."""
     ranges = () if behaviour is None else behaviour.ranges
     if not ranges and None not in signature.shapes:
         ranges = tuple((shape or (), 0.0, 1.0) for shape in signature.shapes)
     try:
-        inputs = generated(signature, ranges, network.device, network.dtype)
-        return network.settled(inputs)
+        inputs = signature.generate(ranges, network.device, network.dtype)
+        return network.verified(inputs)
     except Exception as error:  # of the user's code: it does not take these inputs
-        if ran_out(error) or isinstance(error, Warning):
+        if ran_out(error) or isinstance(error, ModelError):
             raise
         return replace(network, given=None)
 

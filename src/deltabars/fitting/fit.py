@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Mapping
@@ -31,9 +32,8 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.likelihoods.losses import Loss, described, is_own
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.network import Behaviour
+from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
 from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
@@ -358,14 +358,20 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
     return float((weights @ squares / weights.sum()).sqrt())
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return the versions and the machine, as JSON values."""
-    cuda = device.type == "cuda"
+def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
+
+    Returns:
+        Versions and the machine; `dtype`; `weights`, their fingerprint; `data`: their fingerprint
+        (in any order), their number and the form of the inputs; and `options`.
+    """
+    likelihood, device = problem.likelihood, problem.device
     name = platform.processor() or platform.machine()
     processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
-    return {
+    cuda = device.type == "cuda"
+    record = {
         "deltabars": VERSION,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -374,46 +380,28 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "threads": torch.get_num_threads(),
-    }
-
-
-def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that has to be the same for a fit to be the same, as JSON values.
-
-    Returns:
-        The environment; `dtype`; `weights`, their fingerprint; `data`: their fingerprint (in any
-        order), their number and the form of the inputs; and `options`.
-    """
-    likelihood = problem.likelihood
-    own = is_own(likelihood)
-    return {
-        **environment(problem.device),
         "dtype": str(problem.dtype),
         "weights": problem.network.weights,
         "data": {
             "fingerprint": f"{problem.data.fingerprint:016x}",
             "num_examples": problem.num_examples,
-            "inputs": _plain(asdict(problem.data.signature)),
+            "inputs": asdict(problem.data.signature),
         },
-        "options": _plain(
-            {
-                **options,
-                "l2": problem.given_l2,
-                "params": list(problem.parameters.names),
-                "likelihood": described(likelihood) if own else type(likelihood).__name__,
-            }
-        ),
+        "options": {
+            **options,
+            "l2": problem.given_l2,
+            "params": problem.parameters.names,
+            "likelihood": described(likelihood)
+            if is_own(likelihood)
+            else type(likelihood).__name__,
+        },
     }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=_plain))
+    return plain
 
 
 def _plain(value: Any) -> Any:
-    """Convert to the kinds of JSON: NumPy has numbers of another type."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, bool) or value is None:
-        return value
+    """Convert what JSON does not know: NumPy has numbers of another type."""
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else str(value)

@@ -22,7 +22,7 @@ from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
@@ -294,20 +294,33 @@ class DeltaFit(FittedState):
         """Draw the eigenvalues against their index into `ax`, or a new figure; return the Axes.
 
         Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        Dots behind it are those of the Hessian's lower end, where the fit has computed some.
         """
         axes, beyond = axes_or_new(ax), self.rank + 0.5
         for name, pairs in self.spectra.items():
-            values = pairs.values.detach().cpu().double()
-            count, last = len(values), float(values[-1])
-            index, magnitudes = torch.arange(1, count + 1).numpy(), values.abs().numpy()
-            (line,) = axes.plot(index, magnitudes, label=name, marker=marker_for(count))
+            lower = pairs.smallest.cpu().flip(0)  # its last one has the index P
+            lower = lower if name == "hessian" else lower[:0]  # that of the others is λ
+            values = torch.cat([pairs.values.detach().cpu().double(), lower])
+            count, last = len(pairs), float(pairs.values[-1])
+            left, end = self.num_parameters - len(values), count * (1 + _GAP) + 1
+            index, magnitudes = torch.arange(1.0, len(values) + 1), values.abs().numpy()
+            index[count:] += end - count if left else 0.0  # beyond the gap
+            upper, at = slice(count), index.numpy()
+            (line,) = axes.plot(at[upper], magnitudes[upper], label=name, marker=marker_for(count))
             color, negative = line.get_color(), (values < 0).numpy()
+            if len(lower):
+                label, most = f"{name}, the {len(lower):,} smallest", float(index[-1])
+                axes.plot(at[count:], magnitudes[count:], ".", color=color, label=label)
+                beyond = max(beyond, most + 0.5)
+            if len(lower) and left:
+                axes.xaxis.set_major_formatter(
+                    lambda x, _, k=count, p=most: f"{x:g}" if x <= k else f"P − {p - x:.0f}"
+                )
             if negative.any():
                 axes.plot(
-                    index[negative], magnitudes[negative], linestyle="none", marker="x",
+                    at[negative], magnitudes[negative], linestyle="none", marker="x",
                     color=color, label=f"{name}, negative",
                 )  # fmt: skip
-            left, end = self.num_parameters - count, count * (1 + _GAP) + 1
             if left and last > 0:
                 beyond = max(beyond, end)
                 axes.fill_between(

@@ -19,8 +19,7 @@ from deltabars.fitting.state import DEFAULT_TOLERANCE
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.scoring import read_inputs
-from deltabars.problem.batches import Batch
-from deltabars.problem.data import fingerprint_of
+from deltabars.problem.data import Batch, fingerprint_of
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.vectors import ShardedVectors, whole

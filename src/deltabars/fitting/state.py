@@ -26,11 +26,9 @@ from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.prediction import Evidence
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network
-from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.problem.data import Signature
+from deltabars.problem.network import Behaviour, Network
+from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
 from deltabars.runtime.vectors import products
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")

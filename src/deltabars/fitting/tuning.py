@@ -30,8 +30,8 @@ from deltabars.likelihoods.gaussian import Gaussian, check_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
-from deltabars.problem.batches import iterate, labelled
-from deltabars.problem.prior import L2Rates, Prior, scaled
+from deltabars.problem.data import iterate, labelled
+from deltabars.problem.parameters import L2Rates, Prior, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 

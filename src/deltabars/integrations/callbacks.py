@@ -16,10 +16,10 @@ from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.integrations.torchmetrics import ScoreSummary
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import labelled
-from deltabars.problem.data import examples_of, fingerprint_of, loader_of
-from deltabars.problem.network import fingerprint
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.data import fingerprint_of, labelled
+from deltabars.problem.network import weights_fingerprint
+from deltabars.problem.parameters import L2Rates
+from deltabars.problem.sharding import examples_of, loader_of
 from deltabars.runtime.distributed import alone
 
 _TRIED = 16  # examples; a coin that is thrown for each comes out alike for all once in 65,536
@@ -175,7 +175,7 @@ class FitsAtTheEnd:
         self._scorer, self._summaries, self._collected = None, {}, {}
         if self.fit_ is None:
             return
-        if fingerprint(pl_module.get_submodule(self._network)) == self.fit_.weights:
+        if weights_fingerprint(pl_module.get_submodule(self._network)) == self.fit_.weights:
             self._scorer = self.fit_.with_progress(False)  # a bar a batch is too many
             return
         warnings.warn(

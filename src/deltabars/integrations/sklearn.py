@@ -21,7 +21,7 @@ from deltabars.integrations.convergence import train_to_convergence
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

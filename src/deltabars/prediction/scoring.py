@@ -19,8 +19,7 @@ from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import Moderation
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
-from deltabars.problem.inputs import Signature, leaves
+from deltabars.problem.data import Batch, Signature, check_not_batches, iterate, leaves, unlabelled
 from deltabars.problem.network import Network, model_errors
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress

@@ -16,8 +16,8 @@ from deltabars.prediction.metrics import regression
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.ranking import least_certain, most_certain
 from deltabars.recipes.digits import L2, Digits, digits_network, load_digits, train_to_convergence
-from deltabars.report.galleries import Row, save_gallery
 from deltabars.report.page import save_report
+from deltabars.report.uncertainty import Row, save_gallery
 
 RANK = 150
 _SHOWN = 8

@@ -14,15 +14,16 @@ from deltabars.recipes.paper import L2, Recipe, Size
 from deltabars.recipes.reproduction import INITIAL_WEIGHTS, SAMPLERS, Experiment, Options
 from deltabars.recipes.stages import Arrays
 from deltabars.recipes.summary import PAIRS, write_results
-from deltabars.report.galleries import Block, save_rankings
 from deltabars.report.spectra import Spectrum, save_spectra
 from deltabars.report.style import house_style
 from deltabars.report.uncertainty import (
+    Block,
     Comparison,
     Foreign,
     Panel,
     save_comparisons,
     save_foreign,
+    save_rankings,
     save_surfaces,
     save_uncertainty,
 )

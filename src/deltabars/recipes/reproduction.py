@@ -24,7 +24,7 @@ from torch.nn.utils import vector_to_parameters
 from deltabars.errors import BadValueError
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit, load
-from deltabars.problem.network import fingerprint
+from deltabars.problem.network import weights_fingerprint
 from deltabars.recipes import summary
 from deltabars.recipes.paper import (
     BATCH,
@@ -108,7 +108,7 @@ class Experiment:
             "size": own.pop("name"),
             **own,
             "seed": options.seed,
-            "weights": "trained here" if weights is None else fingerprint(weights),
+            "weights": "trained here" if weights is None else weights_fingerprint(weights),
             "deterministic": options.deterministic,
             "data": f"{checksum:08x}",
         }

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from deltabars.errors import DataError
-from deltabars.problem.batches import Batch, batch_of, iterate
-from deltabars.problem.inputs import Signature, leaves, map_leaves
+from deltabars.problem.data import Batch, Signature, batch_of, iterate, leaves, map_leaves
 
 _READ_SIZE = 1024  # inputs, where they do not come in batches
 
