@@ -144,6 +144,7 @@ def test_a_file_that_does_not_say_how_far_rounding_went_is_held_to_the_usual(tmp
     assert case.outside(case.predict(again)) <= FLOAT32
 
 
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
 def test_what_is_lost_is_warned_of_with_the_remedy():
     case = Case(1)
     case.estimator, case.likelihood, case.targets = "opg", "categorical", torch.arange(60) % 2
