@@ -29,7 +29,7 @@ def test_finds_the_largest_pairs(solver, spectrum, rank):
     eye = torch.eye(rank, dtype=torch.float64)
 
     assert len(pairs) == rank
-    # An eigenvalue is off by the residual at the most; solvers stop at 1e-10.
+    # An eigenvalue is off by the residual at most; solvers stop at 1e-10.
     torch.testing.assert_close(pairs.values, values, rtol=0, atol=1e-9 * scale)
     torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-12)
     norms = (matrix @ pairs.vectors.T - pairs.vectors.T * pairs.values).norm(dim=0)

@@ -1,4 +1,4 @@
-"""Eigenpairs are measured after every fit, and what breaks its promise is warned of."""
+"""Eigenpairs are measured after every fit, and what breaks its promise is reported."""
 
 from __future__ import annotations
 

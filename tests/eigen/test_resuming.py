@@ -186,7 +186,7 @@ def test_incremental_svd_of_a_matrix():
     ids=["reversed", "two blocks changed places", "too few", "other numbers"],
 )
 def test_incremental_svd_refuses_other_rows(change):
-    """Going on with the wrong rest would count some rows twice and others not at all."""
+    """Resuming with the wrong rest would count some rows twice and others not at all."""
     rows = torch.randn(90, 40, generator=torch.Generator().manual_seed(1))
     recorder = Recorder()
     incremental_svd(rows.split(8), 10, checkpoint=recorder)
