@@ -50,7 +50,7 @@ _FORMAT = 1
 _MOST = 1 << 28  # bytes of a plan
 _BLOCK = re.compile(r"inputs-(\d{12})\.parquet")
 _LARGEST, _SMALLEST, _BLOCKS = 10_000, 256, 64  # inputs a block; blocks of data of middling size
-_READ_SIZE, _READ_BYTES = 1024, 1 << 26  # a batch at the most, where data do not come in batches
+_READ_SIZE, _READ_BYTES = 1024, 1 << 26  # a batch at most, where data do not come in batches
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def predict_to(
         data: tensors, a Dataset, a DataLoader that reads one in order, or a
             `deltabars.cli.sources.Source`, which has names. Memory holds a batch at a time.
         folder: a new one, or one that this was begun in.
-        block_size: inputs a file; chosen by the number of inputs by default, 10,000 at the most.
+        block_size: inputs a file; chosen by the number of inputs by default, 10,000 at most.
         batch_size: inputs worked on at a time, as for `predict`.
         about: how the data are named, in JSON's kinds, kept with the rest.
         progress: as the fit has it, by default; the first process shows it.
