@@ -27,7 +27,7 @@ from deltabars.fitting.files import MAX_FILE_SIZE
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.state import FitOptions
-from deltabars.likelihoods.losses import LOSSES, named_loss
+from deltabars.likelihoods.base import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
 from deltabars.runtime.distributed import current_group
 
