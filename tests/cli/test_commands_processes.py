@@ -26,7 +26,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.errors import BadValueError, in_options, on_command_line, option
 from deltabars.fitting.files import DTYPES
-from deltabars.likelihoods.losses import LOSSES
+from deltabars.likelihoods.base import LOSSES
 from deltabars.prediction.prediction import LEVELS
 from deltabars.prediction.ranking import CRITERIA
 from deltabars.problem.parameters import last_layer

@@ -24,7 +24,7 @@ from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError, first_line
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.likelihoods.losses import described, is_own
+from deltabars.likelihoods.base import described, is_own
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.data import (
     Batch,

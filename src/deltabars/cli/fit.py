@@ -26,7 +26,7 @@ from deltabars.errors import BadValueError, UsageError
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.state import FitOptions
-from deltabars.likelihoods.losses import LOSSES, named_loss
+from deltabars.likelihoods.base import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
 from deltabars.runtime.distributed import current_group
 
