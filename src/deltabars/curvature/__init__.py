@@ -1,11 +1,8 @@
 """Curvature matrices of a training cost as operators, and the derivatives that predictions need.
 
 `hessian.py`, `opg.py` and `ggn.py` hold a matrix each; `base.py` what they share. `pullback.py`
-turns cotangents of the outputs into rows of derivatives, through the layers where it can
-(`recorder.py`, `layers.py`) and example by example where it cannot (`singles.py`). `sensitivity.py`
-reduces the derivatives of predictions to their projections on eigenvectors.
-
-Eigensolvers are in `eigen`, the cost itself is in `problem`.
+turns cotangents of the outputs into rows of derivatives, by way of the layers (`layers.py`) where
+it can. `sensitivity.py` reduces the derivatives of predictions to projections on eigenvectors.
 """
 
 from deltabars.curvature.base import CurvatureOperator
