@@ -13,7 +13,7 @@ from torch import nn
 from deltabars.errors import SpectrumWarning
 from tests.random_problems import ESTIMATORS, THEOREM, Problem
 
-# An inverse of condition κ is right to κ·eps; those of random problems have 1e6 at the most.
+# An inverse of condition κ is right to κ·eps; those of random problems have 1e6 at most.
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
 SLACK = 1e-9
 

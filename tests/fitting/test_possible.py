@@ -14,6 +14,7 @@ import deltabars
 from deltabars import Problem
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
+from deltabars.errors import ModelError
 from tests.architectures import L2, Wired
 from tests.oracles import Oracle
 
@@ -57,8 +58,6 @@ def wired(operation):
 
 
 WIRINGS = {
-    "reentrant checkpoint": checkpointed(True),
-    "checkpoint": checkpointed(False),
     "view_as_complex": complex_weights,
     "torch.func in forward": gradient_inside,
     "in place": in_place,
@@ -72,8 +71,6 @@ WIRINGS = {
 # The same function, as plain autograd can take it.
 INSTEAD = {
     "in place": lambda net, x: in_place(net, x.clone()),
-    "reentrant checkpoint": plain,
-    "checkpoint": plain,
 }
 
 
@@ -114,3 +111,11 @@ def test_data_are_as_they_were_where_only_some_are_changed(number):
     done.predict(inputs * 2, batch_size=1)
     done.predict(inputs, batch_size=1)
     assert torch.equal(inputs, given)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::deltabars.errors.ModelWarning")
+@pytest.mark.parametrize("operator", [OPGOperator, HessianOperator])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_are_refused(reentrant, operator):
+    with pytest.raises(ModelError, match=r"Turn activation checkpointing off|second derivatives"):
+        operator(Problem(build(checkpointed(reentrant)), (INPUTS, TARGETS), l2=L2)).to_dense()

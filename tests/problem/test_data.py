@@ -1,4 +1,4 @@
-"""The same examples in any form give the same fit; what is read is told apart by a fingerprint."""
+"""The same examples in any form give the same fit; a fingerprint distinguishes what is read."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ ARRAYS = {
 
 
 class Compute:
-    """Counts how often it is called."""
-
     calls = 0
 
     def __call__(self):
@@ -53,7 +51,6 @@ def test_a_stage_is_computed_once(tmp_path):
     assert_arrays(first)
     assert_arrays(second)
     assert said[0] == "spectra: computing"
-    assert said[1].startswith("spectra: ")
     assert contents(stages.folder) == ["run.json", "spectra.npz"]
     stages.arrays("other", compute)
     assert compute.calls == 2
@@ -126,15 +123,10 @@ def test_a_truncated_stage_is_named(tmp_path, length):
     assert_arrays(opened(tmp_path).arrays("spectra", compute))
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failed_stage_leaves_nothing(tmp_path, error):
+def test_a_failed_stage_leaves_nothing(tmp_path):
     stages = opened(tmp_path)
-
-    def fail():
-        raise error("no")
-
-    with pytest.raises(error, match="no"):
-        stages.arrays("spectra", fail)
+    with pytest.raises(ZeroDivisionError):
+        stages.arrays("spectra", lambda: 1 / 0)
     assert contents(tmp_path) == ["run.json"]
     assert_arrays(stages.arrays("spectra", Compute()))
 

@@ -9,7 +9,7 @@ from torch.nn.utils import parameters_to_vector
 
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import CIFAR10, L2, MNIST, paper_network
-from deltabars.recipes.training import probabilities, train
+from deltabars.recipes.training import train
 from deltabars.runtime.precision import same_bits
 
 COUNT = 130  # not a multiple of 100: the second batch holds 30 images and the first 70 again
@@ -99,13 +99,6 @@ def test_the_same_start_gives_the_same_bits_and_stays_as_it_is():
         assert torch.equal(vector(start[index]), before[index])
         assert not torch.equal(vector(first[index]), before[index])
         assert all(parameter.grad is None for parameter in start[index].parameters())
-
-
-def test_probabilities_in_parts():
-    network, (images, _) = start_network(0), make_data(count=501)
-    found = probabilities(network, images)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, network(images).softmax(1).detach(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("recipe", "size"), [(MNIST, 93_322), (CIFAR10, 122_570)])

@@ -159,7 +159,7 @@ _FIT = (
     _row("--memory-budget", "such as 8GB (default: half of what is free)", "BYTES", type=_MEMORY),
     _BATCH,
     _row("--residual-tolerance", "of the eigenpairs", "X", type=float),
-    _row("--max-products", "passes over the data a matrix at the most", "N", type=int),
+    _row("--max-products", "passes over the data a matrix at most", "N", type=int),
     _row("--max-seconds", "stop after so long with the pairs that there are", "S", type=float),
     _row("--smallest", "eigenvalues of the Hessian's lower end as well", "N", type=int),
     _row("--checkpoint", "save the state there; the same command resumes it", "DIR", type=Path),

@@ -85,10 +85,7 @@ class Signature:
     def merge(self, other: Signature) -> Signature:
         """Return the signature of two batches together; shapes that differ are left open."""
         if (self.names, self.dtypes) != (other.names, other.dtypes):
-            raise DataError(
-                f"Data: expected batches of one kind, got {self.describe()} and then "
-                f"{other.describe()}."
-            )
+            raise DataError(f"Data: expected batches of one kind, got {self} and then {other}.")
         pairs = zip(self.shapes, other.shapes, strict=True)
         return Signature(self.names, self.dtypes, tuple(a if a == b else None for a, b in pairs))
 
@@ -98,23 +95,17 @@ class Signature:
         Floating inputs may be of the type `also` as well, that of the computation.
         """
         got = Signature.of(inputs)
-        fits = (self.names, self.count) == (got.names, got.count) and all(
-            (a == b or ("float" in a and b == also)) and (shape is None or shape == there)
-            for a, b, shape, there in zip(
+        if (self.names, self.count) == (got.names, got.count) and all(
+            (a == b or ("float" in a and b == also)) and shape in (None, found)
+            for a, b, shape, found in zip(
                 self.dtypes, got.dtypes, self.shapes, got.shapes, strict=True
             )
-        )
-        if fits:
+        ):
             return
-        is_picture = "torch.uint8" in got.dtypes and got.shapes == self.shapes
-        raise DataError(
-            f"Inputs: expected {self.describe()}, as in the training data, got {got.describe()}. "
-            + (
-                "Convert them as it was done for those: pixels of 0 to 255 by x.float() / 255, say."
-                if is_picture
-                else "Convert or reshape them."
-            )
-        )
+        advice = "Convert or reshape them."
+        if "torch.uint8" in got.dtypes and got.shapes == self.shapes:
+            advice = "Convert them as for the fit: pixels of 0 to 255 by x.float() / 255, say."
+        raise DataError(f"Inputs: expected {self}, as in the training data, got {got}. {advice}")
 
     def generate(self, ranges: Ranges, device: torch.device, dtype: torch.dtype) -> Inputs:
         """Make inputs with numbers that fill the ranges evenly; the same ones always.
@@ -138,7 +129,7 @@ class Signature:
             return dict(zip(self.names, parts, strict=True))
         return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Return one line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
         names = self.names or ("",) * self.count
         parts = []

@@ -120,20 +120,14 @@ def _steps(
 
 
 def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
 ) -> Tensor:
     """Look up rows with their true derivatives, which neither are sparse nor depend on the batch.
 
     The row of the padding is a constant: torch's backward derivatives say so, its forward ones
     do not, and Hessian products take both.
     """
-    rows = F.embedding(input, weight, None, max_norm, norm_type)
+    rows = F.embedding(input, weight, None, *options[:2])
     if padding_idx is None:
         return rows
     return rows.detach().where(_is_padding(input, weight, padding_idx)[..., None], rows)
@@ -165,9 +159,7 @@ def _embedding_bag(
     if mode == "max":
         highest = rows.masked_fill(~counted[..., None], -torch.inf).amax(1)
         return highest.where(counted.any(1, keepdim=True), 0.0)
-    scales = counted.to(rows.dtype)
-    if per_sample_weights is not None:
-        scales = scales * per_sample_weights
+    scales = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = (rows * scales[..., None]).sum(1)
     return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
 

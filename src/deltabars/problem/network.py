@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltabars.errors import BadValueError, ModelError, first_line, option
@@ -106,38 +103,34 @@ class Network:
             raise BadValueError(f"deterministic: expected True or False, got {deterministic!r}.")
         model = plain_model(model)
         with _TURNS.at(model):
-            space = (
-                selection
-                if isinstance(selection, ParameterSpace)
-                else ParameterSpace.select(model, selection)
-            )
+            space = selection
+            if not isinstance(space, ParameterSpace):
+                space = ParameterSpace.select(model, space)
             state = named_state(model)
             devices = {value.device for value in state.values()}
             if device is None and len(devices) > 1:
                 raise ModelError(
-                    f"Expected a model on one device, got {sorted(map(str, devices))}. "
-                    "Move it with model.to(…), or name the device to compute on with "
-                    f"{option('device=')}."
+                    f"Expected a model on one device, got {sorted(map(str, devices))}. Move it "
+                    f"with model.to(…), or name the device with {option('device=')}."
                 )
             own = state[space.names[0]].dtype
             kind = working_dtype(own, dtype)
             try:
                 place = torch.device(device) if device is not None else next(iter(devices))
                 with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+                    types = {name: kind for name in state if state[name].is_floating_point()}
                     copies = {
-                        name: value.detach().to(
-                            place, kind if value.is_floating_point() else None, copy=True
-                        )
+                        name: value.detach().to(place, types.get(name), copy=True)
                         for name, value in state.items()
                     }
             except (RuntimeError, AssertionError, TypeError) as error:
                 raise BadValueError(
                     f"device: expected one that torch has here, got {device!r} "
-                    f"({str(error).splitlines()[0]})."
+                    f"({first_line(error)})."
                 ) from error
-            weights = [as_written(name) for name, _ in model.named_parameters()]
             digest = weights_fingerprint(model)
             private = private_copy(model, copies, own, kind)
+        weights = [name for name in state if isinstance(state[name], torch.nn.Parameter)]
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -147,16 +140,8 @@ class Network:
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
         return cls(
-            private,
-            space,
-            trained,
-            copies,
-            place,
-            kind,
-            deterministic=deterministic,
-            weights=digest,
-            given=model,
-        )
+            private, space, trained, copies, place, kind, {}, deterministic, digest, given=model
+        )  # fmt: skip
 
     def verified(self, inputs: Inputs) -> Network:
         """Check on some inputs that the private copy computes what the module computes, on its own.
@@ -191,8 +176,8 @@ class Network:
             for name, value in named_state(given).items()
         ):
             return False
-        args, kwargs = _arguments(inputs)
         with _TURNS.at(given), self.evaluation(), AsDefined():
+            args, kwargs = _arguments(inputs)
             found = _logits(given(*args, **kwargs))
             return not same_outputs(found, outputs) and not self.is_random(inputs)
 
@@ -224,12 +209,15 @@ class Network:
         """The scales of all parameters, (P,); None where all are 1."""
         if not self.scales:
             return None
-        space = self.parameters
-        own = {
-            name: torch.full(shape, self.scales[name], dtype=torch.float64)
-            for name, shape in zip(space.names, space.shapes, strict=True)
-        }
-        return space.flatten(own).to(self.device, self.dtype)
+        parts = (
+            torch.full((size,), self.scales[name], dtype=torch.float64)
+            for name, size in zip(self.parameters.names, self.parameters.sizes, strict=True)
+        )
+        return torch.cat([*parts]).to(self.device, self.dtype)
+
+    def _variables(self) -> dict[str, Tensor]:
+        """Return copies of the trained values to take derivatives by."""
+        return {name: value.clone().requires_grad_() for name, value in self.trained.items()}
 
     def outputs(self, trained: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
         """Compute the outputs z (B, C) at the parameters `trained`; differentiable in them."""
@@ -241,25 +229,13 @@ class Network:
         """Compute z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
-    def gradient(
-        self,
-        inputs: Inputs,
-        total: Callable[[Tensor], Tensor],
-        during: Callable[[Mapping[str, Tensor]], AbstractContextManager[Any]] | None = None,
-    ) -> Tensor:
-        """Compute the gradient (P,) of a number that the outputs (B, C) give, at the trained point.
-
-        Args:
-            inputs: of the network.
-            total: from the outputs to the number.
-            during: gives, for the parameters, a context that the number is computed in.
-        """
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
-        with torch.enable_grad(), during(trained) if during else nullcontext():
+    def gradient(self, inputs: Inputs, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the gradient (P,) of a number `total` that outputs (B, C) give, at ω̂."""
+        trained = self._variables()
+        with torch.enable_grad():
             number = total(self.outputs(trained, inputs))
             if not number.requires_grad:
                 return torch.zeros_like(self.point)
-        with torch.enable_grad():
             parts = torch.autograd.grad(number, list(trained.values()), materialize_grads=True)
         return self.parameters.flatten(dict(zip(trained, parts, strict=True)))
 
@@ -271,37 +247,31 @@ class Network:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
             return tensor.detach()  # itself it would keep alive, by way of what made it
 
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        trained = self._variables()
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
                 outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
         except RuntimeError as error:  # of torch.func in the forward pass, which bars such hooks
             if ran_out(error):
                 raise
-            with cast(Any, _Sizes)() as mode:
+            with _Calls() as calls:
                 self.outputs(self.trained, inputs)
-            return int(mode.total)
+            return calls.bytes
         for weight in [*trained.values(), *self.constants.values()]:
             sizes.pop(weight.untyped_storage().data_ptr(), None)
         return sum(sizes.values()) + outputs.nbytes
 
     def check_last_layer(self, examples: Inputs) -> None:
         """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        trained = self._variables()
         with torch.enable_grad():
             columns = self.outputs(trained, examples).sum(0).unbind()  # (C,)
-        weights = list(trained.values())
-        reaches = dict.fromkeys(trained, True)
-        for column in columns:
-            parts: Sequence[Tensor] = [torch.zeros(1)] * len(weights)
-            if column.requires_grad:
-                parts = torch.autograd.grad(
-                    column, weights, retain_graph=True, materialize_grads=True
-                )
-            for name, part in zip(trained, parts, strict=True):
-                reaches[name] &= bool(part.any())
         for name, value in trained.items():
-            if value.ndim < 1 or value.shape[0] != len(columns) or not reaches[name]:
+            is_last = value.ndim > 0 and len(value) == len(columns)
+            for column in columns if is_last and columns[0].requires_grad else ():
+                (part,) = torch.autograd.grad(column, value, retain_graph=True, allow_unused=True)
+                is_last &= part is not None and bool(part.any())
+            if not is_last:
                 raise ModelError(
                     f"{option('params', LastLayer())}: expected the last registered layer to "
                     f"produce the outputs, got {name}, which does not. Name the right one with "
@@ -314,11 +284,7 @@ class Network:
         A few examples are run again, in another order. `closely` for a batch drawn from this one
         with replacement, of the same size; for a part of it, backwards; and for examples alone.
 
-        Cost: a forward pass over 1/32 of the examples, and over two more; `closely`, about two
-        passes.
-
-        Raises:
-            ModelError: they are.
+        Cost: a forward pass over 1/32 of the examples, and two more; `closely`, about two passes.
         """
         count, outputs = len(outputs), outputs.detach()
         if count == 1:
@@ -390,10 +356,7 @@ class Network:
         """
         # Without `_dynamo` nothing is compiled, and importing it takes seconds.
         eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
-        with (
-            _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager,
-            _plain_calls(),
-        ):  # fmt: skip
+        with _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager:
             yield
 
 
@@ -446,10 +409,7 @@ def _generated_outputs(network: Network, signature: Signature, ranges: Ranges) -
 
 
 class AsDefined(TorchFunctionMode):
-    """A forward pass that has derivatives of every kind, for one example and for many.
-
-    Operations of `definitions` are computed by their formulas. It costs a microsecond a call.
-    """
+    """Computes operations by their `DEFINITIONS`; it costs a microsecond a call."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -464,12 +424,14 @@ class _Calls(TorchFunctionMode):
     Attributes:
         taken: the identities of what they take.
         kinds: the floating types of what they return: a model may compute a part in float16.
+        bytes: that they return in all.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: set[int] = set()
         self.kinds: set[torch.dtype] = set()
+        self.bytes = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -477,8 +439,9 @@ class _Calls(TorchFunctionMode):
         """Call `func`, and note its arguments and the types of its results."""
         result = func(*args, **(kwargs or {}))
         self.taken |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        found = (leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        self.kinds |= {kind for kind in found if kind.is_floating_point}
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.kinds |= {leaf.dtype for leaf in found if leaf.is_floating_point()}
+        self.bytes += sum(leaf.nbytes for leaf in found)
         return result
 
 
@@ -499,11 +462,6 @@ def same_outputs(a: Tensor, b: Tensor) -> bool:
     return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
 
 
-def weighted_sum(outputs: Tensor) -> Tensor:
-    """Compute a number that each output (B, C) has another part in."""
-    return (outputs * torch.arange(1, outputs.shape[1] + 1, device=outputs.device)).sum()
-
-
 @contextmanager
 def model_errors(advice: str = "") -> Iterator[None]:
     """Say in terms of the user's model what `torch.func` could not do with it; and an advice."""
@@ -512,6 +470,8 @@ def model_errors(advice: str = "") -> Iterator[None]:
     except (RuntimeError, IndexError, TypeError) as error:
         if ran_out(error):
             raise
+        if "checkpoint" in str(error):
+            advice += " Turn activation checkpointing off: it hides a part of the forward pass."
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
@@ -536,76 +496,15 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-_CHECKPOINTS: Any = torch.utils.checkpoint
-_HERE = threading.local()
-
-
-@contextmanager
-def _calls_instead_of_checkpoints() -> Iterator[None]:
-    """Let `torch.utils.checkpoint` call what it is given, in threads that compute here.
-
-    It saves memory by a second forward pass amid the backward one, which no mode or transform sees.
-    """
-    again = _CHECKPOINTS._checkpoint_without_reentrant_generator
-    reentrant = _CHECKPOINTS.CheckpointFunction
-
-    def without(*args: Any, **kwargs: Any) -> Any:
-        return iter([None]) if getattr(_HERE, "depth", 0) else again(*args, **kwargs)
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Any, preserve: Any, *args: Any) -> Any:
-            is_here = getattr(_HERE, "depth", 0)
-            return function(*args) if is_here else reentrant.apply(function, preserve, *args)
-
-    _CHECKPOINTS._checkpoint_without_reentrant_generator = without
-    _CHECKPOINTS.CheckpointFunction = Reentrant
-    try:
-        yield
-    finally:
-        _CHECKPOINTS._checkpoint_without_reentrant_generator = again
-        _CHECKPOINTS.CheckpointFunction = reentrant
-
-
-_checkpoints = Shared(_calls_instead_of_checkpoints)
-
-
-@contextmanager
-def _plain_calls() -> Iterator[None]:
-    _HERE.depth = getattr(_HERE, "depth", 0) + 1
-    try:
-        with _checkpoints():
-            yield
-    finally:
-        _HERE.depth -= 1
-
-
-class _Sizes(TorchDispatchMode):
-    """Adds up the memory of all results."""
-
-    total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.total += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
-        return result
-
-
 def _logits(result: object) -> Tensor:
     if isinstance(result, Mapping) and "logits" in result:
         result = result["logits"]
     elif not isinstance(result, Tensor) and hasattr(result, "logits"):
         result = result.logits
-    if not isinstance(result, Tensor):
-        raise ModelError(
-            "Model output: expected a tensor of logits (B, C), or an object with .logits, got "
-            f"{type(result).__name__}. Wrap the model in a module that returns the logits alone."
-        )
-    if result.ndim != 2:
-        raise ModelError(
-            f"Model output: expected logits of shape (B, C), got {tuple(result.shape)}. Wrap the "
-            "model in a module that reshapes them."
-        )
-    return result
+    if isinstance(result, Tensor) and result.ndim == 2:
+        return result
+    got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise ModelError(
+        "Model output: expected logits, a tensor of shape (B, C), or an object with .logits, got "
+        f"{got}. Wrap the model in a module that returns them so."
+    )
