@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from deltabars.eigen.basis import Basis, Followed, Growth, Projected
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, Products
 from deltabars.errors import CorruptFileError
 from deltabars.runtime.memory import ran_out
+
+T = TypeVar("T")
 
 OF_PAIRS = ("values", "residuals", "smallest", "smallest_residuals", "vectors")
 
@@ -95,12 +97,17 @@ class Journal:
             self._save({"least": pairs.statistics[LEAST_RITZ], "restarts": restarts}, tensors)
 
     def resume(
-        self, basis: Basis, projected: Projected, followed: Followed | None, block_size: int
-    ) -> tuple[Tensor, dict[str, Any]] | None:
+        self,
+        basis: Basis,
+        projected: Projected,
+        followed: Followed | None,
+        block_size: int,
+        position: Callable[..., T],
+    ) -> tuple[Tensor, T] | None:
         """Fill an empty basis and the rest from the saved search; None where there is none.
 
         Returns:
-            The block and the position, as `save` had them.
+            The block, and a `position` of its numbers.
         """
         state, self._state = self._state, None
         if state is None:
@@ -114,7 +121,7 @@ class Journal:
             if followed is not None:  # in blocks as before, to the same bits
                 for start in range(0, basis.rows, block_size):
                     followed.append(basis.copy(start, start + block_size))
-            return self._rows(state.tensors["block"]), dict(state.numbers["position"])
+            return self._rows(state.tensors["block"]), position(**state.numbers["position"])
 
     def _save(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors["generator"] = self._generator.get_state()

@@ -230,10 +230,10 @@ class Run:
         block_size, aim = min(block_size, room), _MARGIN * self.tolerance
         saved = None
         if self.journal is not None:
-            saved = self.journal.resume(basis, projected, followed, block_size)
+            saved = self.journal.resume(basis, projected, followed, block_size, Position)
         if saved is not None:
-            block, at = saved[0], Position(**saved[1])
-            saved = None
+            block, at = saved
+            saved, self.restarts = None, at.restarts
         else:
             start = space.random_rows(block_size, self.generator, device, dtype)
             basis.remove_from(start)

@@ -30,7 +30,7 @@ from deltabars.errors import (
     warn,
 )
 from deltabars.fitting.state import FittedState
-from deltabars.likelihoods.losses import LIKELIHOODS, described, from_description, is_own
+from deltabars.likelihoods.base import LIKELIHOODS, described, from_description, is_own
 from deltabars.problem.data import GENERATED, Signature
 from deltabars.problem.network import MOST_GENERATED, Behaviour, Network, weights_fingerprint
 from deltabars.problem.parameters import ParameterSpace, Prior, as_written, plain_model
@@ -96,7 +96,7 @@ def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) ->
             version = storage.USUAL_VERSION if plain else storage.FORMAT_VERSION
             storage.write(path, header, tensors, version)
             return
-        if target.is_dir() and any(target.iterdir()) and not storage.is_fit_folder(target):
+        if os.path.isdir(target) and any(target.iterdir()) and not storage.is_fit_folder(target):
             raise StorageError(
                 f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "
                 "with other files in it."

@@ -199,7 +199,7 @@ def read_fit(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts]:
         FormatVersionError: it was written in a newer format.
         StorageError: a file cannot be opened.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # False for names that no file can have
         return _read_folder(path)
     header, mapped = read_mapped(path)
     small = {name: each.clone() for name, each in mapped.items() if not name.endswith(_VECTORS)}
