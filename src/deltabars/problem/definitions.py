@@ -120,9 +120,14 @@ def _steps(
 
 
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, *options: Any, **more: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *options: Any,
+    **more: Any,
+) -> Tensor:
     """Look up rows with their true derivatives, which neither are sparse nor depend on the batch.
 
     The row of the padding is a constant: torch's backward derivatives say so, its forward ones
