@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import deltabars
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
-from deltabars.covariance.tail import Tail
+from deltabars.covariance.base import Tail
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, build_covariance
 from deltabars.errors import OptimumWarning, SpectrumWarning
 from tests.conftest import cached_case
 from tests.networks import NETWORKS

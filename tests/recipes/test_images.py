@@ -117,7 +117,7 @@ class TestCifar10:
 
     @pytest.mark.parametrize("count", [0, -1, 10])
     def test_other_counts(self, folder, count):
-        with pytest.raises(DataError, match=rf"expected {count} images or more, got 9 in"):
+        with pytest.raises(DataError, match=rf"expected {count} items or more, got 9 in"):
             read_cifar10(folder, count=count)
 
     @pytest.mark.parametrize(

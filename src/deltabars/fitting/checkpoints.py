@@ -34,7 +34,7 @@ from deltabars.errors import (
     StorageError,
     warn,
 )
-from deltabars.likelihoods.losses import told_apart
+from deltabars.likelihoods.base import told_apart
 from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ran_out

@@ -30,7 +30,7 @@ from deltabars.errors import (
     warn,
 )
 from deltabars.fitting.state import FittedState
-from deltabars.likelihoods.losses import LIKELIHOODS, described, from_description, is_own
+from deltabars.likelihoods.base import LIKELIHOODS, described, from_description, is_own
 from deltabars.problem.data import GENERATED, Signature
 from deltabars.problem.network import MOST_GENERATED, Behaviour, Network, weights_fingerprint
 from deltabars.problem.parameters import ParameterSpace, Prior, as_written, plain_model

@@ -28,10 +28,9 @@ from deltabars.fitting.growth import Probe
 from deltabars.fitting.solving import Deadline, Task, solve
 from deltabars.fitting.state import FitOptions, FittedState, off_optimum
 from deltabars.fitting.tuning import with_settled_noise
-from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.base import Likelihood, Loss, described, is_own
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.likelihoods.losses import Loss, described, is_own
 from deltabars.problem.network import Behaviour
 from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem

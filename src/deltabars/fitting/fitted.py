@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.covariance.base import Tail
 from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
-from deltabars.covariance.tail import Tail
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import ESTIMATORS, build_covariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import OUT_OF_TIME, STOPPED, EigenPairs

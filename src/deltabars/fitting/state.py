@@ -18,9 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, Covariance
-from deltabars.covariance.tail import Defects
+from deltabars.covariance.base import Defects
+from deltabars.covariance.estimators import (
+    DEFAULT_ESTIMATOR,
+    ESTIMATORS,
+    Covariance,
+    build_covariance,
+)
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option

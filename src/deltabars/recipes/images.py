@@ -81,13 +81,9 @@ def read_cifar10(
             )
         batches.append(torch.from_numpy(content.reshape(-1, _CIFAR10_RECORD)))
         _check_classes("CIFAR-10", batches[-1][:, 0], Path(folder) / name)
-    records = torch.cat(batches)  # (n, 3073)
-    if count is not None and not 1 <= count <= len(records):
-        raise DataError(
-            f"CIFAR-10: expected {count} images or more, got {len(records)} in {folder}."
-        )
-    images = records[:count, 1:].reshape(-1, *_CIFAR10_SHAPE).float()
-    return images.div_(255), records[:count, 0].long()
+    records = _first(torch.cat(batches), count, folder)  # (n, 3073)
+    images = records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).float()
+    return images.div_(255), records[:, 0].long()
 
 
 def read_idx(path: Path, count: int | None = None) -> Tensor:
@@ -106,10 +102,10 @@ def read_idx(path: Path, count: int | None = None) -> Tensor:
         raw.seek(0)
         most = max(ALWAYS, MOST_TIMES * length) if is_zipped else length
         with gzip.open(raw) if is_zipped else nullcontext(raw) as file:
-            return _items(file, path, count, most)
+            return _first(_items(file, path, most), count, path)
 
 
-def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
+def _items(file: Any, path: Path, most: int) -> Tensor:
     """Read the items of a file of no more than so many bytes."""
     head = file.read(4)
     if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
@@ -121,10 +117,6 @@ def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
     if len(lengths) < 4 * head[3]:
         raise DataError(f"idx file: expected {head[3]} dimensions, got {path} cut short.")
     shape = [int(length) for length in np.frombuffer(lengths, dtype=">u4")]
-    if count is not None:
-        if not 1 <= count <= shape[0]:
-            raise DataError(f"idx file: expected {count} items or more, got {shape[0]} in {path}.")
-        shape[0] = count
     size = math.prod(shape)
     if size > most:
         raise DataError(
@@ -133,7 +125,7 @@ def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
         )
     items = np.empty(size, dtype=np.uint8)
     got = file.readinto(items)
-    rest = file.read(1) if count is None else b""
+    rest = file.read(1)
     if got < size or rest:
         raise DataError(
             f"idx file: expected {size} bytes after the header, got {'more' if rest else got} in "
@@ -154,6 +146,12 @@ def _opened(path: Path, what: str, one: str) -> Iterator[Any]:
         raise DataError(f"{what}: expected a whole gzip file, got {path} cut short.") from error
     except OSError as error:
         raise DataError(f"{what}: expected one that can be read, got {path}: {error}.") from error
+
+
+def _first(items: Tensor, count: int | None, path: Path) -> Tensor:
+    if count is not None and not 1 <= count <= len(items):
+        raise DataError(f"Images: expected {count} items or more, got {len(items)} in {path}.")
+    return items[:count]
 
 
 def _check_part(part: str) -> None:

@@ -36,11 +36,7 @@ _SHOWN = 5  # images of each class
 def reproduce(
     recipe: Recipe, size: Size, options: Options, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run all stages that are not there yet; write results.json and the figures.
-
-    Returns:
-        What is in results.json.
-    """
+    """Run all stages that are not there yet; write and return results.json; draw the figures."""
     with house_style(), same_bits(options.deterministic):  # a missing matplotlib is found first
         experiment = Experiment(recipe, size, options, say)
         path = options.out / "results.json"

@@ -87,7 +87,9 @@ def of_spectra(spectra: Arrays, diagnostics: Mapping[str, Any]) -> dict[str, Any
     return {"eigenvalues": values, "solvers": solvers, "effective_parameters": effective}
 
 
-def of_predictions(predictions: Arrays, labels: np.ndarray) -> dict[str, dict[str, Any]]:
+def of_predictions(
+    predictions: Arrays, labels: np.ndarray
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the line of each of PAIRS, and mean scores of all, right and wrong predictions."""
     right, lines, scores = predictions["label"] == labels, {}, {}
     for x, y in PAIRS:
@@ -105,7 +107,7 @@ def of_predictions(predictions: Arrays, labels: np.ndarray) -> dict[str, dict[st
         scores[name] = {
             key: float(each.mean()) if len(each) else None for key, each in groups.items()
         }
-    return {"regressions": lines, "scores": scores}
+    return lines, scores
 
 
 def of_foreign(found: Arrays) -> dict[str, Any]:
