@@ -228,7 +228,7 @@ class TestMemory:
         read = Preparation().read
         found = in_child(lambda: (int(read(path).flags.writeable), 0, []))
         assert (found.read, found.wrong) == (1, [])
-        assert found.peak < 160 * MIB
+        assert found.peak < 200 * MIB  # what a network takes of it, and copies on the way
         assert "unpack to" in refused(DataError, lambda: read(larger))
         assert taken(lambda: read(larger)).peak < 64 * MIB
 
