@@ -42,7 +42,8 @@ def train(
         schedule: the learning rate from a step on: (step, rate) pairs, the first for step 0.
         rows: the indices (M, N) of each network's examples, such as a bootstrap's; all by default.
 
-    Returns the trained networks in eval mode. Cost: M·steps·100 gradients, and the memory of the activations of M·100 examples.
+    Returns:
+        The trained networks in eval mode, after M·steps·100 gradients.
     """
     first = [step for step, _ in schedule]
     if steps < 1 or first[:1] != [0] or first != sorted(set(first)):
