@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         """Call `func`, and note how it uses the parameters."""
         kwargs = kwargs or {}
         result = None
-        # Nothing depends on what is done without; transforms of torch.func have graphs of their own.
+        # Nothing depends on what is done without; transforms of torch.func have their own graphs.
         inside = torch._C._functorch.peek_interpreter_stack() is not None
         if func in _CALLS and torch.is_grad_enabled() and not inside:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
