@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal
@@ -94,11 +94,7 @@ class Likelihood(ABC):
     def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
         """Return the accuracy and the least mean loss of outputs that are the same for all inputs.
 
-        Args:
-            moments: of all `count` targets.
-
-        Returns:
-            NaN for an accuracy where targets are no labels, and for what is not known.
+        From the moments of all `count` targets; NaN for what is not known, or has no meaning.
         """
         return math.nan, math.nan
 
@@ -266,30 +262,14 @@ def from_description(description: Any) -> Likelihood:
     return type(get_likelihood(attributes.pop("name")))(**attributes)
 
 
-def named_loss(
-    name: str,
-    *,
-    label_smoothing: float | None = None,
-    class_weights: Sequence[float] | None = None,
-    pos_weight: float | Sequence[float] | None = None,
-    noise: float | str | None = None,
-) -> Loss:
+def named_loss(name: str, **given: Any) -> Loss:
     """Return the loss of a training by its name, as `deltabars fit --loss` takes it.
 
     Args:
         name: `"ce"`, `"bce"` or `"mse"` for torch's means; or the name of a likelihood, whose loss
             is summed over the outputs (and squares halved).
-        label_smoothing, class_weights, pos_weight, noise: of the likelihood.
-
-    Raises:
-        BadValueError: another name, or an argument of another loss.
+        given: options of the loss, see `LOSSES`; None for one that is not given.
     """
-    given = {
-        "label_smoothing": label_smoothing,
-        "class_weights": class_weights,
-        "pos_weight": pos_weight,
-        "noise": noise,
-    }
     known = {one: pair for short, pair in LOSSES.items() for one in (short, pair[0].name)}
     if name not in known:
         raise BadValueError(f"loss: expected one of {sorted(known)}, got {name!r}.")
@@ -300,7 +280,8 @@ def named_loss(
             continue
         if argument not in taken:
             right = [short for short, (_, own) in LOSSES.items() if argument in own]
-            raise BadValueError(f"{argument}: expected the loss {right[0]} with it, got {name}.")
+            expected = f"the loss {right[0]} with it" if right else "an option of a loss"
+            raise BadValueError(f"{argument}: expected {expected}, got {name}.")
         attributes[taken[argument]] = value
     divisor: Divisor = "elements" if name in ("bce", "mse") else "weights"
     return Loss(kind(**attributes), divisor, 2.0 if name == "mse" else 1.0)
@@ -320,11 +301,29 @@ def read_loss(given: Any) -> Loss:
     if read is not None:
         return read(given)
     name = getattr(given, "__name__", type(given).__name__)
+    advice = _INSTEAD.get(name, "")
+    if isinstance(given, type) and given in MODULES:
+        advice = f" Make one of it: nn.{name}(), with the arguments of the training."
+    elif callable(given) and not advice:
+        advice = " For another loss write a subclass of deltabars.likelihoods.Likelihood."
     raise BadValueError(
         f"likelihood: expected one of {sorted(LIKELIHOODS)}, a Likelihood, or a loss module "
         "(nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss), got "
-        f"{name if callable(given) else repr(given)}.{_advice(given, name)}"
+        f"{name if callable(given) else repr(given)}.{advice}"
     )
+
+
+_INSTEAD = {
+    "cross_entropy": " Give nn.CrossEntropyLoss(), with the arguments of the training.",
+    "binary_cross_entropy_with_logits": " Give nn.BCEWithLogitsLoss(), with its arguments.",
+    "mse_loss": " Give nn.MSELoss(), with the arguments of the training.",
+} | dict.fromkeys(
+    ("NLLLoss", "nll_loss"),
+    " Leave the log-softmax out of the model and give nn.CrossEntropyLoss().",
+) | dict.fromkeys(
+    ("BCELoss", "binary_cross_entropy"),
+    " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss().",
+)  # fmt: skip
 
 
 def divisor_of(module: Any, of_mean: Divisor) -> Divisor:
@@ -337,25 +336,3 @@ def divisor_of(module: Any, of_mean: Divisor) -> Divisor:
         f"likelihood: expected a loss with reduction='mean' or 'sum', got {module.reduction!r}. "
         "Give the one that the training took in the end."
     )
-
-
-def _advice(given: Any, name: str) -> str:
-    """Say what to give instead of something that is not understood."""
-    if isinstance(given, type) and given in MODULES:
-        return f" Make one of it: nn.{name}(), with the arguments of the training."
-    advice = {
-        "cross_entropy": "Give nn.CrossEntropyLoss(), with the arguments of the training.",
-        "binary_cross_entropy_with_logits": "Give nn.BCEWithLogitsLoss(), with the arguments of "
-        "the training.",
-        "mse_loss": "Give nn.MSELoss(), with the arguments of the training.",
-        "nll_loss": "Leave the log-softmax out of the model and give nn.CrossEntropyLoss(); or "
-        "leave it in: of log-probabilities that is the same loss.",
-        "binary_cross_entropy": "Leave the sigmoid out of the model and give "
-        "nn.BCEWithLogitsLoss().",
-    }
-    of = {"NLLLoss": "nll_loss", "BCELoss": "binary_cross_entropy"}.get(name, name)
-    if of in advice:
-        return f" {advice[of]}"
-    if callable(given):
-        return " For another loss write a subclass of deltabars.likelihoods.Likelihood."
-    return ""

@@ -66,7 +66,6 @@ class Categorical(Likelihood):
                 f"{what}: expected one number for each of {classes} classes, got "
                 f"{len(self.weight)}."
             )
-        yes_no = _meant("bernoulli", "bce")
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             advice = "Convert class numbers with .long()"
             if targets.shape == outputs.shape and targets.is_floating_point():
@@ -76,15 +75,15 @@ class Categorical(Likelihood):
                 )
             raise DataError(
                 f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
-                f"{advice}; for other targets choose {yes_no} (0 or 1) or 'gaussian' (real "
-                "numbers)."
+                f"{advice}; for other targets choose {_meant('bernoulli', 'bce')} (0 or 1) or "
+                "'gaussian' (real numbers)."
             )
         if targets.shape != outputs.shape[:1]:
             advice = "Reshape them, for example with .squeeze(1)."
             if targets.shape == outputs.shape:
                 advice = (
                     "Turn one-hot rows into class numbers with .argmax(1); for several labels an "
-                    f"example use {yes_no}."
+                    f"example use {_meant('bernoulli', 'bce')}."
                 )
             raise DataError(
                 f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
