@@ -83,7 +83,7 @@ class Peak:
 
 
 class Meter(Protocol):
-    """Bytes in use now, and at most since the last reset."""
+    """Bytes in use now, and the most since the last reset."""
 
     def held(self) -> int:
         """In use now."""
@@ -92,7 +92,7 @@ class Meter(Protocol):
         """Forget the peak."""
 
     def peak(self) -> int:
-        """At most since then."""
+        """Return the most since then."""
 
 
 class ProcessMeter:
@@ -135,7 +135,7 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Allocated at most."""
+        """Return the most that was allocated."""
         return torch.cuda.max_memory_allocated(self._device)
 
 

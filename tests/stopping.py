@@ -136,7 +136,7 @@ def killed_until_it_ends(
 def saved(folder: Path) -> int:
     """How many states a fit has saved in a folder."""
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("[a-z]*.safetensors"):
         with suppress(StorageError):
             total += int(storage.read_header(path)["number"])
     return total

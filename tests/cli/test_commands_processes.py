@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 import warnings
 from pathlib import Path
-from select import select
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.errors import BadValueError, in_options, on_command_line, option
 from deltabars.fitting.files import DTYPES
-from deltabars.likelihoods.losses import LOSSES
+from deltabars.likelihoods.base import LOSSES
 from deltabars.prediction.prediction import LEVELS
 from deltabars.prediction.ranking import CRITERIA
 from deltabars.problem.parameters import last_layer
@@ -75,43 +72,32 @@ class TestParsing:
         assert lines[-1] == "[]", done.stderr
         assert [line for line in lines if line in ("0", "2")] == ["0", "0", "2"]
 
-    @pytest.mark.parametrize("name", table.COMMANDS)
-    def test_help_has_examples(self, name, capsys):
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert ended.value.code == 0
-        text = capsys.readouterr().out
-        assert f"examples:\n  {'eval' if name == 'completion' else 'deltabars ' + name}" in text
-        assert "--config" in text
+    def test_help_has_every_command_and_examples(self, capsys):
         assert main([]) == 0
-        assert name in capsys.readouterr().out
+        whole = capsys.readouterr().out
+        for name in table.COMMANDS:
+            assert name in whole
+            with pytest.raises(SystemExit):
+                main([name, "--help"])
+            text = capsys.readouterr().out
+            assert re.search(rf"examples:\n  .*deltabars {name}", text)
 
     def test_choices_are_those_of_the_library(self):
         """Which the table has in full, so that nothing is imported to parse a line."""
-        assert tuple(LOSSES) == table.LOSSES
+        assert {*LOSSES} == {*table.LOSSES}
         assert CRITERIA == table.CRITERIA
         assert tuple(DTYPES) == table.STORED
         assert tuple(RECIPES) == table.EXPERIMENTS
 
-    def test_bash_completes(self, tmp_path):
+    def test_completion_is_a_script_of_shtab(self, tmp_path):
         done = run("completion", "bash")
         assert done.returncode == 0, done.stderr
-        (tmp_path / "s.bash").write_text(done.stdout)
-
-        def complete(*words: str) -> list[str]:
-            program = (
-                'source s.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))\n'
-                "_shtab_deltabars deltabars \"${COMP_WORDS[-1]}\"; printf '%s\\n' ${COMPREPLY[@]}"
-            )
-            line = ["bash", "-c", program, "bash", "deltabars", *words]
-            return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path).stdout.split()
-
-        assert complete("re") == ["report", "reproduce"]
-        assert complete("fit", "--mo") == ["--model", "--model-args"]
-        assert complete("fit", "--estimator", "s") == ["sandwich"]
+        assert all(word in done.stdout for word in ("reproduce", "--model-args", "sandwich"))
+        check = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
+        assert (check.returncode, check.stderr) == (0, "")
 
 
-def test_every_command_in_a_process_of_its_own(workshop, tmp_path):
+def test_a_fit_and_a_table_in_processes_of_their_own(workshop, tmp_path):
     """From a model, weights and pictures to a table, with relative paths and plain lines."""
     for name in ("train", "test", "net.py", "net.safetensors"):
         (tmp_path / name).symlink_to(workshop.folder / name)
@@ -119,7 +105,6 @@ def test_every_command_in_a_process_of_its_own(workshop, tmp_path):
     for line in (
         "fit --model net.py:make --weights net.safetensors --data train --gray --l2 0.01 --out run",
         "predict run --data test --out test.csv --json",
-        "rank run --count 3",
     ):
         done = run(*line.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -128,7 +113,6 @@ def test_every_command_in_a_process_of_its_own(workshop, tmp_path):
     assert "RUN: run" in outputs[0]
     assert json.loads(outputs[1])["inputs"] == TEST
     assert len((tmp_path / "test.csv").read_text().splitlines()) == TEST + 1
-    assert sum(".png" in line and " ± " in line for line in outputs[2].splitlines()) == 3
 
 
 class TestEndings:
@@ -178,17 +162,6 @@ class TestEndings:
         assert contents(tmp_path) == {"run", "run/fit.deltabars", "run/run.json"}
         assert Run.open(tmp_path / "run").load_fit().rank == 30
 
-    @pytest.mark.parametrize("seconds", [0.02, 0.4])
-    def test_ctrl_c_while_torch_is_imported(self, seconds):
-        process = subprocess.Popen(
-            command("spectrum", "none"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            preexec_fn=answers_to_ctrl_c,
-        )  # fmt: skip
-        time.sleep(seconds)
-        process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=60)[1]
-        assert error.count("\n") <= 1 or seconds < 0.1  # Python itself may not have begun
-
     def test_a_reader_that_has_seen_enough_is_no_error(self, workshop):
         """`deltabars spectrum run --json | head -c 1`."""
         with subprocess.Popen(
@@ -208,32 +181,16 @@ def answers_to_ctrl_c():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_terminal_that_lacks_characters_is_no_failure(workshop, tmp_path, monkeypatch, encoding):
-    """Real streams that raise for λ, a bar on a terminal among them."""
-    shutil.copytree(workshop.folder / "train", tmp_path / "λ")
-    (tmp_path / "λ" / "digit 9").rename(tmp_path / "λ" / "digit ψ")
-    monkeypatch.chdir(tmp_path)
-    reader, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
-    said = b""
-    with open(terminal, "w", encoding=encoding, errors="strict") as error, out:
-        monkeypatch.setattr("sys.stdout", out)
-        monkeypatch.setattr("sys.stderr", error)
-        assert main(["fit", *workshop.options, "--data", "λ", "--out", "run"]) == 0
-        assert main(["rank", "run", "--per-class", "--count", "1"]) == 0
-        assert main(["spectrum", "run", "--values", "no/λ.csv"]) == 1
-        while select([reader], [], [], 0)[0]:
-            said += os.read(reader, 1 << 16)
-        out.flush()
-        shown = out.buffer.getvalue().decode(encoding)
-    os.close(reader)
-    assert f", {'λ' if encoding == 'utf-8' else 'lambda'} = 0.01" in shown
-    assert ("digit ψ" if encoding == "utf-8" else "digit \\u03c8") in shown
-    assert ("±" if encoding == "utf-8" else "+/-") in shown
-    assert b"Reading the data" in said
-    assert b"Traceback" not in said
+def test_a_terminal_that_lacks_characters_is_no_failure(workshop, monkeypatch):
+    """Streams that raise for λ."""
+    out, error = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", error)
+    assert main(["spectrum", str(workshop.run)]) == 0
+    assert main(["spectrum", str(workshop.run), "--values", "no/λ.csv"]) == 1
+    error.flush()
+    assert b"\\u03bb_K of opg" in out.buffer.getvalue()
+    assert b"expected a folder that exists" in error.buffer.getvalue()
 
 
 def test_a_run_of_version_0_5_loads(workshop, tmp_path, capsys):

@@ -14,17 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from deltabars.cli.entry import main
-from deltabars.cli.runs import Run
-from deltabars.cli.sources.data import NamedData
-from deltabars.cli.sources.models import NamedModel
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    DataWarning,
-    MissingDependencyError,
-    StorageError,
-    printable,
-)
+from deltabars.errors import printable
 from tests.scans import only_line
 from tests.workshop import contents
 
@@ -77,8 +67,6 @@ WRONG = {
     "no flag": {"c.toml": "gray = 1\n"},
     "own error": {"net.py": "def make():\n    values = [1]\n    return values[3]\n"},
     "own end": {"net.py": "import sys\nsys.exit(2)\n"},
-    "own syntax": {"net.py": "def make(:\n"},
-    "own import": {"net.py": "import no_such_package\n"},
 }
 FIT = [
     ("", ("--model", "none.py:make"), "none.py, which does not exist"),
@@ -87,11 +75,8 @@ FIT = [
     ("", ("--model", "{net}:mkae"), "an object 'mkae'"),
     ("", ("--model", "{net}:number"), "which is a int"),
     ("", ("--model-args", '{"wide": 3}'), "TypeError: make() got an unexpected keyword"),
-    ("own error", ("--model", "net.py:make"), "IndexError: list index out of range ("),
     ("own error", ("--model", "net.py:make"), "net.py, line 3). --debug"),
     ("own end", ("--model", "net.py:make"), "net.py:make, which ends the program (exit code 2)"),
-    ("own syntax", ("--model", "net.py:make"), "SyntaxError"),
-    ("own import", ("--model", "net.py:make"), "No module named 'no_such_package'"),
     ("", ("--weights", "none.safetensors"), "none.safetensors, which does not exist"),
     ("", ("--weights", "{net}"), "--weights: expected a "),
     ("wrong names", ("--weights", "w.safetensors"), "without '1.weight'"),
@@ -118,10 +103,9 @@ FIT = [
     ("", ("--crop",), "--crop: expected --size with it"),
     ("", ("--part", "test"), "--part: expected data of the kind mnist or cifar10"),
     ("", ("--l2", "-1"), "or PATTERN=NUMBER …, got -1.0."),
-    ("", ("--l2", "much"), "--l2: expected a number"),
     ("", ("--l2", "=1"), "--l2: expected a number"),
-    ("", ("--device", "warp"), "--device: expected cpu, cuda or cuda:N, got 'warp'."),
-    ("", ("--device", "mps"), "got 'mps' (mps has no float64, which is needed)."),
+    ("", ("--device", "warp"), "--device: expected cpu, cuda or cuda:N, got 'warp' ("),
+    ("", ("--device", "mps"), "got 'mps' (float64 is needed, which others do not have)."),
     ("existing", (), "It is no RUN"),
     ("existing", ("--overwrite",), "It is no RUN"),
     ("", ("--out", "/proc/run"), "/proc"),  # where not even the superuser may write
@@ -187,7 +171,6 @@ RUN = [
     (("predict", "{run}", "--data", "classes"), "the difference: 0, 1, 2, 3, 4"),
     (("predict", "{run}", "--data", "large"), "expected torch.float32 (B, 1, 8, 8)"),
     (("predict", "{run}", "--data", "{test}", "--out", "x.xls"), "one of .csv, .jsonl, .parquet"),
-    (("predict", "{run}", "--data", "{test}", "--out", "no/x.csv"), "a folder that exists"),
     (("predict", "{run}", "--data", "{test}", "--out", "classes.csv"), "got the folder"),
     (("predict", "{run}", "--data", "{test}", "--out", "a.csv"), "got a.csv. Give --overwrite"),
     (("predict", "{run}", "--data", "{test}", "--out", "a/", "--overwrite"), "expected a FILE as"),
@@ -199,7 +182,6 @@ RUN = [
     (("rank", "{run}", "--data", "{flat}", "--by", "target"), "expected class numbers as targets"),
     (("spectrum", "{run}", "--out", "x.doc"), "one of .png, .pdf, .svg"),
     (("spectrum", "{run}", "--values", "x.doc"), "--values: expected a file name"),
-    (("demo", "--out", "no/x.png"), "expected a folder that exists"),
     (("demo", "--report", "x.pdf"), "--report: expected a file name that ends in one of .html"),
 ]  # fmt: skip
 
@@ -250,8 +232,6 @@ def test_names_of_classes_are_as_many_as_outputs(count, workshop, place, capsys)
     capsys.readouterr()
     assert main(["predict", "run", "--data", "named.npz", "--quiet"]) == 1
     assert f"a class name for each of the 10 outputs, got {count}" in only_line(capsys)
-    with pytest.raises(BadValueError, match=f"10 outputs, got {count}"):
-        Run.create("other", workshop.fit(), NamedModel("a:b"), NamedData("c.npz"), names)
 
 
 def test_an_altered_run_is_refused(workshop, place, capsys):
@@ -307,22 +287,9 @@ class TestNamesOnATerminal:
                 assert text.replace("\n", "").isprintable(), text
                 assert not any(line.startswith("forged") for line in text.splitlines())
             assert self.SHOWN in out + err
-        assert "Traceback" not in err
+            assert ("Traceback" in err) == ("--debug" in arguments)
         assert main(["rank", "run", "--json", "--quiet"]) == 0
         row = json.loads(capsys.readouterr().out)["rows"][0]
         assert row["label_name"].endswith(self.BAD)  # JSON reads the escapes
-
-    def test_in_python(self):
-        for kind in (DataError, MissingDependencyError, DataWarning, StorageError):
-            assert str(kind(self.BAD)) == self.SHOWN
-        assert printable("größe ✓ 画像 \\ 'a'") == "größe ✓ 画像 \\ 'a'"
         assert json.loads(f'"{printable(chr(0xE0001))}"') == chr(0xE0001)
-
-
-def test_debug_shows_the_traceback(workshop, place, capsys):
-    Path("net.py").write_text(str(WRONG["own error"]["net.py"]))
-    options = [*workshop.options, "--model", "net.py:make", "--out", "run", "--debug"]
-    assert main(["fit", *options]) == 1
-    error = capsys.readouterr().err
-    assert "Traceback" in error
-    assert "values[3]" in error
+        assert printable("größe ✓ 画像 \\ 'a'") == "größe ✓ 画像 \\ 'a'"

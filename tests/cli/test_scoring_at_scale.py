@@ -52,18 +52,6 @@ def command(*arguments):
     return main([str(argument) for argument in (*arguments, "--quiet")])
 
 
-def close(ours, theirs):
-    """Whether rows are the same, numbers to float32's rounding: batches may be others."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            if isinstance(value, float):
-                assert value == pytest.approx(other[name], rel=1e-5, abs=1e-6), name
-            else:
-                assert value == other[name], name
-    return True
-
-
 def block(folder, start):
     return Path(folder, f"inputs-{start:012d}.parquet")
 
@@ -75,17 +63,12 @@ class TestOneProcess:
         whole = json.loads(capsys.readouterr().out)
         assert command(*test, "--out", "one/", "--block-size", TEST) == 0
         found = json.loads(capsys.readouterr().out)
-        assert command(*test, "--out", "many", "--block-size", 8) == 0
         rows, one = pyarrow.parquet.read_table("all.parquet").to_pylist(), rows_of(Path("one"))
-        many = rows_of(Path("many"))
-        assert times_each(one, TEST) == times_each(many, TEST) == {1}
-        assert close(many, one)
         assert [row.pop("number") for row in one] == list(range(TEST))  # in their order
         assert one == rows  # one batch in both cases: the same bits
         for name in ("inputs", "mean_score", "accuracy", "mean_score_right", "mean_score_wrong"):
             assert found[name] == pytest.approx(whole[name], rel=1e-6), name
         assert (found["computed"], found["blocks"]) == (TEST, 1)
-        assert len(list(Path("many").glob("inputs-*.parquet"))) == 8
 
     @pytest.mark.parametrize("data", ["Made", "loader"])
     def test_missing_blocks_alone_are_written_and_read(self, workshop, place, capsys, data):
@@ -132,9 +115,9 @@ class TestRefused:
         for said, arguments, options in (
             ("another fit", (workshop.fit(rank=5), inputs, folder), {}),
             ("another fit", (fit.with_l2(0.5), inputs, folder), {}),
-            ("other data", (fit, inputs[:-1], folder), {}),
-            ("other data and other options", (fit, inputs + 1, folder), {"rank": 3}),
-            ("blocks of 20 inputs", (fit, inputs, folder), {"block_size": 9}),
+            ("another data", (fit, inputs[:-1], folder), {}),
+            ("another data and asked", (fit, inputs + 1, folder), {"rank": 3}),
+            ("another block size", (fit, inputs, folder), {"block_size": 9}),
             (r"new or empty one, .* in it", (fit, inputs, tmp_path), {}),
             ("a folder that exists", (fit, inputs, tmp_path / "no" / "out"), {}),
             ("Cannot write", (fit, inputs, tmp_path / "photo.png"), {}),
@@ -150,7 +133,6 @@ class TestRefused:
             (DataError, inputs[:0], {}),
             (DataError, iter(inputs.split(9)), {}),  # has no numbers
             (DataError, DataLoader(inputs, shuffle=True), {}),
-            (DataError, DataLoader(inputs, batch_size=9, drop_last=True), {}),
             (DataError, inputs[:, :, 1:], {}),
             (BadValueError, inputs, {"rank": 99}),
             (BadValueError, inputs, {"estimator": ["opg"]}),
@@ -169,7 +151,7 @@ class TestRefused:
             pyarrow.parquet.read_table(block(folder, 0)),
         )
         block(folder, 20).write_bytes(content[:-30])
-        with pytest.raises(CorruptFileError, match="cannot be read"):
+        with pytest.raises(CorruptFileError, match="is altered"):
             predict_to(fit, inputs, folder)
         shutil.copy(block(folder, 0), block(folder, 20))
         with pytest.raises(CorruptFileError, match="expected the inputs from 20 on, once each"):
@@ -182,12 +164,12 @@ class TestRefused:
         assert predict_to(fit, inputs, folder).computed == 20
         plan = folder / "_plan.json"
         good = json.loads(plan.read_text())
-        for altered in ("{", "[]", "{}", json.dumps(good | {"block_size": 0})):
+        for altered in ("{", "[]", "{}"):
             plan.write_text(altered)
             with pytest.raises(CorruptFileError, match=r"_plan\.json is altered"):
                 predict_to(fit, inputs, folder)
         plan.write_text(json.dumps(good | {"format": 2}))
-        with pytest.raises(StorageError, match="another version"):
+        with pytest.raises(StorageError, match="of another format"):
             predict_to(fit, inputs, folder)
 
     def test_data_that_cannot_be_read_and_two_launches_at_once(self, workshop, place, capsys):
@@ -215,15 +197,13 @@ class TestSeveralProcesses:
         assert len(lines) == 43 + 2 * 3  # besides three that make the digest, each is read once
         assert {rank for rank, _ in lines} == {"0", "1"}
 
-    def test_one_fails(self, workshop, place):
+    def test_refusals(self, workshop, place):
         arguments = asked(workshop, "out/", 60, fails_at=44)
         assert ended(launch(2, arguments, place / "said")) == [1, 1]
         said = [Path(f"said.{rank}").read_text().splitlines()[-1] for rank in range(2)]
         assert sum("expected inputs that can be read" in line for line in said) == 1
         assert sum("Another process has failed" in line for line in said) == 1
         assert [line.startswith("deltabars: process 1: ") for line in said] == [False, True]
-
-    def test_what_is_for_one_process(self, workshop, place):
         file = ["predict", workshop.run, "--data", workshop.folder / "test", "--out", "x.csv"]
         for arguments, line in (
             ([*file, "--device", "cpu"], "--out: expected a folder under torchrun"),
@@ -233,8 +213,6 @@ class TestSeveralProcesses:
             assert 1 in ended(launch(2, arguments, place / "said"))
             assert line in Path("said.0").read_text()
         assert ended(launch(1, [*file, "--device", "cpu"], place / "said")) == [0]
-
-    def test_others_do_not_come(self, workshop, place):
         arguments = [*asked(workshop, "out/", 20), "--rank-timeout", "2"]
         assert ended(launch(1, arguments, place / "said", WORLD_SIZE="2")) == [1]
         assert "expected 2 to meet within 2 s" in Path("said.0").read_text()

@@ -9,7 +9,7 @@ from torch import nn
 from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import sensitivities
-from deltabars.likelihoods.losses import get_likelihood
+from deltabars.likelihoods.base import get_likelihood
 from deltabars.problem.network import Network
 from tests.oracles import Oracle
 

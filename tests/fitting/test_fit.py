@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -229,12 +228,6 @@ def test_examples_worked_on_at_a_time_only_change_rounding(dense_case, estimator
     for size in (1, 4, 28):
         parts = fitted(dense_case, estimator, batch_size=size).predict(dense_case.unseen)
         torch.testing.assert_close(parts.std, whole.std, rtol=1e-10, atol=0)
-
-
-def test_numbers_of_numpy_are_numbers(dense_case, tmp_path):
-    fit = fitted(dense_case, rank=np.int64(5), seed=np.int64(1), l2=np.float32(0.05))
-    fit.save(tmp_path / "a")
-    assert deltabars.load(tmp_path / "a", dense_case.model).rank == 5
 
 
 def test_effective_parameters_leave_out_what_is_not_positive():

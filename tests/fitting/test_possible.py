@@ -117,5 +117,5 @@ def test_data_are_as_they_were_where_only_some_are_changed(number):
 @pytest.mark.parametrize("operator", [OPGOperator, HessianOperator])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_are_refused(reentrant, operator):
-    with pytest.raises(ModelError, match="Turn activation checkpointing off|second derivatives"):
+    with pytest.raises(ModelError, match=r"Turn activation checkpointing off|second derivatives"):
         operator(Problem(build(checkpointed(reentrant)), (INPUTS, TARGETS), l2=L2)).to_dense()

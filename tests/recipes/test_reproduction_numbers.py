@@ -59,7 +59,7 @@ def along(network, data, direction):
     derivative of their mean.
     """
     images, labels = data["train"]
-    point = dict(network.named_parameters())
+    point = {name: value.detach() for name, value in network.named_parameters()}
     sizes = [value.numel() for value in point.values()]
     parts = zip(point.items(), direction.split(sizes), strict=True)
     tangent = {name: part.view_as(value) for (name, value), part in parts}
@@ -105,6 +105,7 @@ def test_training(quick_run, network, data, probabilities):
     assert found["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch.func.jvp
 class TestSpectra:
     def test_they_are_the_curvature_along_their_vectors(self, quick_run, fit, network, data):
         """qᵀGq = mean (gₙᵀq)² + λ and qᵀHq, by plain differentiation of the losses."""

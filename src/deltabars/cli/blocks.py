@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError, first_line
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.likelihoods.losses import described, is_own
+from deltabars.likelihoods.base import described, is_own
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.data import (
     Batch,
@@ -55,22 +55,13 @@ _READ_SIZE, _READ_BYTES = 1024, 1 << 26  # a batch at most, where data do not co
 
 @dataclass(frozen=True)
 class Written:
-    """A folder that has the predictions of all inputs.
-
-    Attributes:
-        folder: where they are.
-        inputs: how many.
-        computed: how many of them this call has computed, in all processes; the rest was there.
-        blocks: the files, in the order of the inputs.
-        summary: `inputs`, `mean_score`, `mean_score_error` and, where targets are known,
-            `accuracy`, `mean_score_right` and `mean_score_wrong`.
-    """
+    """A folder that has the predictions of all inputs."""
 
     folder: Path
-    inputs: int
-    computed: int
-    blocks: tuple[str, ...]
-    summary: Mapping[str, Any]
+    inputs: int  # how many
+    computed: int  # of them, by this call in all processes; the rest was there
+    blocks: tuple[str, ...]  # the files, in the order of the inputs
+    summary: Mapping[str, Any]  # means of the scores; accuracy where targets are known
 
 
 def predict_to(
@@ -80,7 +71,6 @@ def predict_to(
     *,
     block_size: int | None = None,
     batch_size: int | None = None,
-    about: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     **asked: Any,
 ) -> Written:
@@ -98,7 +88,6 @@ def predict_to(
         folder: a new one, or one that this was begun in.
         block_size: inputs a file; chosen by the number of inputs by default, 10,000 at most.
         batch_size: inputs worked on at a time, as for `predict`.
-        about: how the data are named, in JSON's kinds, kept with the rest.
         progress: as the fit has it, by default; the first process shows it.
         asked: further arguments of `predict`: rank, estimator, classes, ….
 
@@ -143,22 +132,19 @@ def predict_to(
 
     count = inputs.count
     usual = max(_SMALLEST, min(_LARGEST, -(-count // _BLOCKS)))
-    known = {"inputs": count, "digest": inputs.digest, "fingerprint": source.fingerprint}
     wanted = {
         "format": _FORMAT,
         "fit": fit_fingerprint(fit),
-        "data": {**known, "about": None if about is None else dict(about)},
+        "data": {"inputs": count, "digest": inputs.digest, "fingerprint": source.fingerprint},
         "asked": asked,
         "block_size": block_size or usual,
     }
     plan = json.loads(json.dumps(wanted, default=str))
     if not same_everywhere(group, plan):
         raise DataError("Data: expected the same inputs and options in every process, got others.")
-    with ExitStack() as stack:
-        there: list[int] = []
-        if group.is_first:
-            plan = stack.enter_context(_held(place, plan, any_size=block_size is None))
-            there = _blocks(place)
+    holding = _held(place, plan, any_size=block_size is None)
+    with holding if group.is_first else nullcontext(plan) as plan:
+        there = _blocks(place) if group.is_first else []
         plan, there = group.broadcast_object((plan, there))
         if not (place / _PLAN).is_file():
             raise StorageError(
@@ -208,13 +194,7 @@ def fit_fingerprint(fit: DeltaFit) -> str:
 
 
 class _Inputs:
-    """Inputs by number.
-
-    Attributes:
-        count: how many there are.
-        first: the first one, as a batch.
-        digest: of three of them, which tells these inputs from most others.
-    """
+    """Inputs by number: how many, the first as a batch, and a digest of three of them."""
 
     def __init__(self, source: Source, signature: Signature) -> None:
         source.check_ordered()
@@ -230,7 +210,7 @@ class _Inputs:
                 "Data: expected inputs with numbers (tensors, a Dataset, or a DataLoader that "
                 f"reads one in order), got {type(data).__name__}. Predict a stream to a file."
             )
-        whole = data.dataset if isinstance(data, DataLoader) else data
+        whole: Any = data.dataset if isinstance(data, DataLoader) else data
         self.count = count_of(data) if is_fixed(data) else len(whole)
         if not self.count:
             raise DataError("Inputs: expected at least one, got none.")
@@ -286,26 +266,19 @@ def _held(folder: Path, plan: dict[str, Any], *, any_size: bool) -> Iterator[dic
             write_text(path, json.dumps(plan, indent=1))
         try:
             there = dict(parse_json(read_start(path, _MOST)))
-            there["data"], size = dict(there["data"]), there["block_size"]
-            if not is_whole(size) or size < 1:
-                raise ValueError("block_size")
+            size, there["data"] = there["block_size"], dict(there["data"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptFileError(
                 f"{path} is altered: it cannot be read ({first_line(error)}). Give another folder."
             ) from error
-        if plan["data"]["fingerprint"] is not None:  # then it does not matter where they are
-            there["data"]["about"] = plan["data"]["about"]
-        if any_size:
+        there["data"].pop("about", None)  # of version 0.5: names of the data
+        if any_size and is_whole(size) and size > 0:
             plan = {**plan, "block_size": size}
-        said = {
-            "format": "another version", "fit": "another fit", "data": "other data",
-            "asked": "other options", "block_size": f"blocks of {size:,} inputs",
-        }  # fmt: skip
-        different = [text for name, text in said.items() if plan[name] != there.get(name)]
+        different = [name.replace("_", " ") for name in plan if plan[name] != there.get(name)]
         if different:
             raise StorageError(
                 "folder: expected a new one, or one of the same fit, data and options, got "
-                f"{folder}, which has predictions of {' and '.join(different)}. Give another."
+                f"{folder}, of another {' and '.join(different)}. Give another folder."
             )
         yield plan
 
@@ -333,22 +306,18 @@ def _close(folder: Path, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], dict
     starts = sorted({*_blocks(folder), *range(0, count, size)})
     for start in starts:
         path = folder / _name(start)
+        own = np.arange(start, min(start + size, count))
         try:
             with parquet.ParquetFile(path) as file:
                 wanted = ("number", "score", "score_error", "right")
                 table = file.read(columns=[n for n in wanted if n in file.schema_arrow.names])
             parts.append({name: table.column(name).to_numpy() for name in table.column_names})
-        except (OSError, ArrowException) as error:
+            if start % size or not np.array_equal(parts[-1].get("number", ()), own):
+                raise ValueError(f"expected the inputs from {start:,} on, once each, got others")
+        except (OSError, ValueError, ArrowException) as error:
             raise CorruptFileError(
-                f"{path} is altered: it cannot be read ({first_line(error).rstrip('.')}). Remove "
-                "it, and start again."
+                f"{path} is altered: {first_line(error).rstrip('.')}. Remove it, and start again."
             ) from error
-        own = np.arange(start, min(start + size, count))
-        if start % size or not np.array_equal(parts[-1].get("number", ()), own):
-            raise CorruptFileError(
-                f"{path}: expected the inputs from {start:,} on, once each, in blocks of {size:,}, "
-                "got others. Remove it, and start again."
-            )
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     summary = summary_of(whole["score"], whole["score_error"], whole.get("right"))
     blocks = [{"file": _name(start), "first": start} for start in starts]

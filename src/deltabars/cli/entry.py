@@ -7,7 +7,6 @@ Started by torchrun, each process has its own; all but the first say which they 
 from __future__ import annotations
 
 import argparse
-import codecs
 import importlib
 import io
 import os
@@ -39,12 +38,6 @@ _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
 )
-# For terminals that have no such characters.
-_IN_ASCII = {
-    "λ": "lambda", "σ": "sigma", "ω": "omega", "γ": "gamma", "±": "+/-", "…": "...", "→": "->",
-    "−": "-", "–": "-", "×": "x", "·": "*", "‖": "||", "½": "1/2", "²": "2", "₁": "1", "≤": "<=",
-    "≥": ">=", "Σ": "sum ", "√": "sqrt", "’": "'",
-}  # fmt: skip
 _SIGNALS = {
     getattr(signal, name): word
     for name, word in {
@@ -59,10 +52,9 @@ _asked: list[str] = []  # to end, by signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
-    codecs.register_error("deltabars", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="deltabars")
+            stream.reconfigure(errors="backslashreplace")  # of terminals that lack λ
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
@@ -113,8 +105,7 @@ def _run(options: argparse.Namespace) -> None:
         return
     command = importlib.import_module(f"deltabars.cli.{options.command}")
     if getattr(options, "print_python", False):
-        encoding = sys.stdout.encoding or "utf-8"  # an escape means the character
-        print(command.python(options).encode(encoding, "backslashreplace").decode(encoding))
+        print(command.python(options))
         return
     from deltabars.cli.launching import launched
 
@@ -133,14 +124,6 @@ def _end(number: int, frame: object) -> NoReturn:
     _ignore_signals()  # one is enough
     _asked.append(_SIGNALS[number])
     raise KeyboardInterrupt
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = error.object[error.start : error.end]
-    escaped = [_IN_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in found]
-    return "".join(escaped), error.end
 
 
 class _Screen:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from deltabars.cli.launching import compute_device
 from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
 from deltabars.cli.subject import (
     Code,
     call,
-    compute_device,
     made,
     named_data,
     named_model,
@@ -23,10 +23,11 @@ from deltabars.cli.subject import (
     sayer,
 )
 from deltabars.errors import BadValueError, UsageError
+from deltabars.fitting.files import MAX_FILE_SIZE
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.state import FitOptions
-from deltabars.likelihoods.losses import LOSSES, named_loss
+from deltabars.likelihoods.base import LOSSES, named_loss
 from deltabars.problem.parameters import last_layer
 from deltabars.runtime.distributed import current_group
 
@@ -67,9 +68,17 @@ def run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     fit = fit_error_bars(network, source.data, progress=not options.quiet, **arguments)
     seconds = time.perf_counter() - started
-    columns, how = source.columns, _how_kept(options)
     kept = Run.create(
-        options.out, fit, model, data, source.classes, columns=columns, loss=loss, **how
+        options.out,
+        fit,
+        model,
+        data,
+        source.classes,
+        columns=source.columns,
+        loss=loss,
+        overwrite=options.overwrite,
+        dtype=options.store,
+        max_file_size=options.max_file_size or MAX_FILE_SIZE,
     )
     if options.json:
         print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
@@ -97,7 +106,9 @@ def python(options: argparse.Namespace) -> str:
         *map(Code, ("fit", "model", "data", "source.classes")),
         loss=loss,
         columns=Code("source.columns") if options.target else None,
-        **_how_kept(options),
+        overwrite=options.overwrite or None,
+        dtype=options.store,
+        max_file_size=options.max_file_size,
     )
     return program(
         "import torch" if "dtype" in arguments else "",
@@ -124,7 +135,6 @@ def interval_of(fit: DeltaFit) -> tuple[float, float] | None:
 
 def summary(fit: DeltaFit) -> dict[str, Any]:
     """Return what a fit found, for JSON."""
-    l2 = fit.l2 if isinstance(fit.l2, float | int) else dict(fit.l2)
     return {
         "estimator": fit.estimator,
         "examples": fit.num_examples,
@@ -133,12 +143,11 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
         "rank": fit.rank,
         "likelihood": fit.likelihood.name,
         "noise": fit.noise,
-        "l2": l2,
+        "l2": fit.l2 if isinstance(fit.l2, float | int) else dict(fit.l2),
         "level": fit.level,
         "effective_parameters": fit.effective_parameters,
         "effective_parameters_interval": interval_of(fit),
-        "train_accuracy": fit.diagnostics["train_accuracy"],
-        "relative_gradient": fit.diagnostics["relative_gradient"],
+        **{name: fit.diagnostics[name] for name in ("train_accuracy", "relative_gradient")},
         "spectra": {
             name: {
                 "largest": float(pairs.values[0]),
@@ -169,13 +178,6 @@ def _loss(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def _is_regression(options: argparse.Namespace) -> bool:
     return (options.loss or options.likelihood) in ("mse", "gaussian")
-
-
-def _how_kept(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of `Run.create` that were given."""
-    given = {"overwrite": options.overwrite or None, "dtype": options.store}
-    given["max_file_size"] = options.max_file_size
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _l2(given: list[str]) -> float | dict[str, float]:

@@ -1,4 +1,4 @@
-"""Commands that torchrun has started several times: one process group, and one that prints."""
+"""Where a command runs: its device, and the process group where torchrun has started several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from deltabars.cli.options import COMMANDS
-from deltabars.cli.subject import compute_device
 from deltabars.errors import BadValueError, ProcessError, first_line
 
 _SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,6 +51,23 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
     finally:
         with suppress(RuntimeError):  # of a group that has lost a member
             dist.destroy_process_group()
+
+
+def compute_device(asked: str | None) -> torch.device:
+    """Return the device that was asked for; without one, cuda where there is one, else the CPU."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("float64 is needed, which others do not have")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = first_line(error).rstrip(".")
+        raise BadValueError(
+            f"--device: expected cpu, cuda or cuda:N, got {asked!r} ({why})."
+        ) from error
+    return device
 
 
 def _own_gpu(options: argparse.Namespace) -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def run(options: argparse.Namespace) -> None:
             options.out,
             block_size=options.block_size,
             batch_size=options.batch_size,
-            about=asdict(subject.data.absolute()),
             **subject.asked,
         )
         found = {"computed": written.computed, "blocks": len(written.blocks), "out": options.out}
@@ -56,10 +54,8 @@ def python(options: argparse.Namespace) -> str:
     subject = Subject.open(options)
     batch, out = options.batch_size, options.out
     if _is_folder(out):
-        data = Code("asdict(data.absolute())")
-        sizes = {"block_size": options.block_size, "batch_size": batch, "about": data}
+        sizes = {"block_size": options.block_size, "batch_size": batch}
         return program(
-            "from dataclasses import asdict",
             *subject.lines("from deltabars.blocks import predict_to"),
             "written = "
             + call("predict_to", Code("fit"), Code("source"), out, **sizes, **subject.asked),

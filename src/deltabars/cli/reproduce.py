@@ -6,8 +6,9 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from deltabars.cli.launching import compute_device
 from deltabars.cli.options import COUNTS
-from deltabars.cli.subject import compute_device, sayer
+from deltabars.cli.subject import sayer
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import RECIPES, SMALL, Recipe, Size, blank_network, load_weights
 from deltabars.recipes.pictures import reproduce

@@ -114,22 +114,17 @@ def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
 
 @dataclass(frozen=True)
 class Run:
-    """A RUN folder: how its model and its training data are named, and the rest of run.json.
-
-    Attributes:
-        classes: their names, where they are known.
-        predicted: how the data of each kept prediction are named, by the name of its file. It is
-            in run.json and not in the files because naming data may run code.
-        fit_digest: of the fit's file, when the folder was opened; None where that cannot be read.
-    """
+    """A RUN folder: how its model and its training data are named, and the rest of run.json."""
 
     path: Path
     model: NamedModel
     data: NamedData
-    classes: tuple[str, ...] | None
+    classes: tuple[str, ...] | None  # their names, where they are known
     about: Mapping[str, Any]
+    # How the data of each kept prediction are named, by the name of its file. It is in run.json
+    # and not in the files because naming data may run code.
     predicted: Mapping[str, NamedData] = field(default_factory=dict)
-    fit_digest: str | None = None
+    fit_digest: str | None = None  # of the fit's file, when the folder was opened
 
     @classmethod
     def create(
@@ -153,10 +148,6 @@ class Run:
             columns: of the training table, which other tables then have to have.
             overwrite: replace a RUN that is there.
             dtype, max_file_size: as for `DeltaFit.save`.
-
-        Raises:
-            BadValueError: there are not as many names of classes as the fit has outputs.
-            StorageError: it cannot be written, or exists and is not to be overwritten.
         """
         _check_names(classes, fit.num_outputs)
         folder, group = Path(path).absolute(), current_group()
@@ -258,8 +249,8 @@ class Run:
             with turn(self.path):
                 if _fit_digest(self.path) != self.fit_digest:
                     raise StorageError(
-                        f"RUN: expected {self.path} to stay as it was, got another fit in it, by "
-                        "`fit --overwrite` in the meantime. Start the command again."
+                        f"RUN: expected {self.path} as it was, got another fit in it, by `fit "
+                        "--overwrite` in the meantime. Start the command again."
                     )
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():
@@ -322,7 +313,8 @@ def _latest_of(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 def _named(raw: Mapping[str, Any]) -> NamedData:
     """Return named data from JSON, which has no tuples."""
-    return NamedData(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+    plain: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    return NamedData(**plain)
 
 
 def _fit_digest(folder: Path) -> str | None:

@@ -6,7 +6,6 @@ Each is had in two ways: as the object itself, and as the Python that makes it (
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 
+from deltabars.cli.launching import compute_device
 from deltabars.cli.runs import Kept, Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.cli.sources.source import Source
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
-from deltabars.errors import BadValueError, DataError, first_line, printable
+from deltabars.errors import BadValueError, DataError, printable
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 from deltabars.runtime.progress import Progress
@@ -56,35 +56,15 @@ def check_file(path: Path | None, endings: Sequence[str], option: str = "--out")
     check_can_write(path, option)
 
 
-def compute_device(asked: str | None) -> torch.device:
-    """Return the device that was asked for; without one, cuda where there is one, else the CPU."""
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(0, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("another kind of device.")
-    except (RuntimeError, AssertionError) as error:
-        known = re.fullmatch(r"cpu|cuda(:\d+)?", asked) is not None
-        why = f": {first_line(error)}" if known else " (mps has no float64, which is needed)."
-        raise BadValueError(
-            f"--device: expected cpu, cuda or cuda:N, got {asked!r}"
-            + (why if known or asked.startswith("mps") else ".")
-        ) from error
-    return device
-
-
 def named_model(options: argparse.Namespace, kept: NamedModel | None = None) -> NamedModel:
     """Return the model that was named; of a RUN the one that was kept, with what was given."""
-    if kept is None:
-        arguments = options.model_args or {}
-        return NamedModel(options.model, options.weights, arguments, options.untrained)
+    new = kept is None
+    kept = kept or NamedModel(options.model, None, {}, options.untrained)
     return NamedModel(
         options.model or kept.spec,
         options.weights or kept.weights,
         kept.arguments if options.model_args is None else options.model_args,
-        kept.untrained and not options.weights,
+        kept.untrained and (new or not options.weights),
     )
 
 
@@ -93,11 +73,9 @@ def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> Na
     size = options.size
     if size is not None and len(size) > 2:
         raise BadValueError(f"--size: expected one or two whole numbers, got {len(size)}.")
-    given: dict[str, Any] = {
-        name: None if (found := getattr(options, name)) is None else tuple(found)
-        for name in ("mean", "std")
-    }
-    given |= {name: getattr(options, name) for name in ("crop", "gray", "target")}
+    names = ("mean", "std", "crop", "gray", "target")
+    given = {name: getattr(options, name) for name in names}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     given["size"] = None if size is None else (size[0], size[-1])
     spec, part, arguments = options.data, options.part, options.data_args
     if kept is not None and spec is None:
@@ -124,20 +102,13 @@ def _asked_of(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a command on a RUN is about.
-
-    Attributes:
-        run: with another model where one was given.
-        data: that were named; else, to look at, those predicted last; else the training data.
-        asked: the arguments of `predict`, a few classes where there are many.
-        latest: the last prediction of the RUN, where the command is about that.
-    """
+    """What a command on a RUN is about."""
 
     options: argparse.Namespace
-    run: Run
-    data: NamedData
-    asked: dict[str, Any]
-    latest: Kept | None = None
+    run: Run  # with another model where one was given
+    data: NamedData  # named; else, to look at, those predicted last; else the training data
+    asked: dict[str, Any]  # the arguments of `predict`
+    latest: Kept | None = None  # the last prediction of the RUN, where it is about that
 
     @classmethod
     def open(cls, options: argparse.Namespace, *, looks: bool = False) -> Subject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -126,11 +126,16 @@ class CurvatureOperator(ABC):
 
 
 class RowOperator(CurvatureOperator):
-    """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
+    """A matrix (1/N)·RᵀR + λI of rows Bₙᵀ Jₙ, with Jₙ = ∂z/∂ω of the outputs for example n.
 
-    The rows are kept where they fit the memory budget, and otherwise computed again on each pass;
+    The rows R are kept where they fit the memory budget, and otherwise computed again on each pass;
     without the columns of parameters that are not reached, which are zero.
+
+    Attributes:
+        factor: the method of the likelihood that gives Bₙᵀ, from outputs and targets.
     """
+
+    factor: ClassVar[str]
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -142,17 +147,13 @@ class RowOperator(CurvatureOperator):
         fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
         self._chunk_size = problem.chunk_size.at_most(fitting)
         self._kept: Tensor | None = None
-        self._is_refused = False  # where it was tried, and does not fit
+        self._is_kept = self.keeps_rows  # until it was tried, and does not fit
         self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
 
     @property
     @abstractmethod
     def rows_per_example(self) -> int:
         """How many rows of R one example gives."""
-
-    @abstractmethod
-    def _cotangents(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what these rows are pulled back from, (B, rows an example, C)."""
 
     @property
     def row_scale(self) -> float:
@@ -224,9 +225,9 @@ class RowOperator(CurvatureOperator):
 
     def _kept_rows(self) -> Tensor | None:
         """Return all of R, each process its own columns (rows, p'); None if it is not kept."""
-        if self._kept is None and not self._is_refused:
-            self._kept = self._all_rows() if self.keeps_rows else None
-            self._is_refused = self._kept is None
+        if self._kept is None and self._is_kept:
+            self._kept = self._all_rows()
+            self._is_kept = self._kept is not None
         return self._kept
 
     def _all_rows(self) -> Tensor | None:
@@ -262,20 +263,20 @@ class RowOperator(CurvatureOperator):
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
         """Yield R in blocks (n, P'), written to `whole` where that is given."""
         done, each = 0, self.rows_per_example
+        derive = getattr(self.problem.likelihood, self.factor)
 
         def compute(batch: Batch) -> Tensor:
-            targets, key = batch.targets, (done, len(batch))
-            assert targets is not None
-            out = None
+            key, out = (done, len(batch)), None
+
+            def factors(outputs: Tensor) -> Tensor:  # (B, C) -> (B, R, C)
+                found = derive(outputs.double(), batch.targets).to(outputs.dtype)
+                return cast(Tensor, found.reshape(len(batch), each, -1))
+
             if whole is not None:
                 out = whole[done : done + len(batch) * each].view(len(batch), each, -1)
             with self.problem.network.evaluation(), model_errors():
                 rows = self.pullback.rows(
-                    batch.inputs,
-                    lambda outputs: self._cotangents(outputs, targets),
-                    out,
-                    self._parts,
-                    again=key in self._checked,
+                    batch.inputs, factors, out, self._parts, again=key in self._checked
                 )
             if self.problem.data.in_memory:  # or else the next pass may have another order
                 self._checked.add(key)

@@ -190,7 +190,9 @@ class Recorder(TorchFunctionMode):
         """Call `func`, and note how it uses the parameters."""
         kwargs = kwargs or {}
         result = None
-        if func in _CALLS and torch.is_grad_enabled():  # nothing depends on what is done without
+        # Nothing depends on what is done without; transforms of torch.func have their own graphs.
+        inside = torch._C._functorch.peek_interpreter_stack() is not None
+        if func in _CALLS and torch.is_grad_enabled() and not inside:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(id(leaf) in self._names for leaf in given):
                 result = self._follow(func, given, args, kwargs)

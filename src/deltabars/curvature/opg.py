@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from deltabars.curvature.base import RowOperator
 
 
@@ -13,10 +11,5 @@ class OPGOperator(RowOperator):
     Kept rows cost N·P numbers and two matrix products a pass; else one gradient more.
     """
 
-    @property
-    def rows_per_example(self) -> int:
-        """One: gₙ."""
-        return 1
-
-    def _cotangents(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
+    factor = "loss_gradient"
+    rows_per_example = 1

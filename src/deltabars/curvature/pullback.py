@@ -395,11 +395,7 @@ def _agreeing(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> set[s
 
 
 class _Marks(NamedTuple):
-    """Weights that tell examples, and rows, from one another, all of about one size.
-
-    Attributes:
-        examples, rows: the weights, (B,) and (R,).
-    """
+    """Weights (B,) and (R,) that tell examples, and rows, from one another, of about one size."""
 
     examples: Tensor
     rows: Tensor
@@ -429,28 +425,24 @@ class _Marks(NamedTuple):
 # Operations, by their names in the graph, that work on every example by itself if the first
 # dimension counts examples in what they take and give, and is none that they go along:
 # those with dimensions that they go along;
-_ALONG = {
-    "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean", "Select",
-    "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
-}  # fmt: skip
+_ALONG = set(
+    "Amax Amin Cat Glu LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice Softmax Split Stack "
+    "Sum Transpose Unbind Var".split()
+)
 # those without;
-_APART = {
-    "Abs", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "AvgPool2D", "Bmm", "Celu",
-    "Clamp", "Clone", "Convolution", "Cos", "Div", "Elu", "Erf", "Exp", "Expand", "Expm1", "Gelu",
-    "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "Linear", "Log", "LogSigmoid",
-    "MaskedFill", "MaxPool2DWithIndices", "Mish", "Mm", "Mul", "NativeBatchNorm", "NativeGroupNorm",
-    "NativeLayerNorm", "Neg", "Pow", "PreluKernel", "Relu", "Rsqrt", "Rsub",
-    "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
-    "ScaledDotProductFlashAttentionForCpu", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
-    "Tanh", "Threshold", "ToCopy", "Where",
-}  # fmt: skip
+_APART = set(
+    "Abs AdaptiveAvgPool2D AdaptiveMaxPool2D Add Addmm AvgPool2D Bmm Celu Clamp Clone Convolution "
+    "Cos Div Elu Erf Exp Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Linear Log "
+    "LogSigmoid MaskedFill MaxPool2DWithIndices Mish Mm Mul NativeBatchNorm NativeGroupNorm "
+    "NativeLayerNorm Neg Pow PreluKernel Relu Rsqrt Rsub ScaledDotProductEfficientAttention "
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu Sigmoid Silu Sin Softplus "
+    "Sqrt Sub Tanh Threshold ToCopy Where".split()
+)
 # those in which the numbers of an example stay next to each other.
 _RESHAPES = {"ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"}
 # Operations with inputs that all examples share, and the index of the one that they do not.
-_NOT_SHARED = {"Addmm": 1} | dict.fromkeys(
-    ("Convolution", "Linear", "Mm", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm",
-     "PreluKernel"), 0
-)  # fmt: skip
+_NOT_SHARED = {"Addmm": 1, "Convolution": 0, "Linear": 0, "Mm": 0, "NativeBatchNorm": 0,
+               "NativeGroupNorm": 0, "NativeLayerNorm": 0, "PreluKernel": 0}  # fmt: skip
 
 
 def read_graph(outputs: Tensor, ends: Collection[Node]) -> tuple[set[int], bool]:

@@ -25,17 +25,17 @@ _COLUMNS = 512  # that a product is worth its sums from
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a batch's error bars need of F (B, C, P): everything else follows from these.
+    """What a batch's error bars need of F (B, C, P), in float64.
 
     F = diag(slope)·L, where no row of L is small only because its class is improbable: the rows of
     L are ∂(log p)/∂ω for probabilities. What is quadratic in F follows from L by the slope.
 
     Attributes:
         value: the prediction itself, in the space that F belongs to, (B, C).
-        slope: what the rows of L are multiplied by, (B, C), float64.
-        squares: ‖l‖² of each row l of L, (B, C), float64.
-        gram: L Lᵀ for each input, (B, C, C), float64, where it was asked for.
-        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K), float64.
+        slope: what the rows of L are multiplied by, (B, C).
+        squares: ‖l‖² of each row l of L, (B, C).
+        gram: L Lᵀ for each input, (B, C, C), where it was asked for.
+        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K).
     """
 
     value: Tensor

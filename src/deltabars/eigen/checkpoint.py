@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, Products
 from deltabars.errors import CorruptFileError
 from deltabars.runtime.memory import ran_out
 
+T = TypeVar("T")
+
 OF_PAIRS = ("values", "residuals", "smallest", "smallest_residuals", "vectors")
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a solver needs to continue: numbers, and tensors on any device."""
+    """Everything that a solver needs to continue."""
 
     numbers: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -42,11 +44,7 @@ class Checkpoint(Protocol):
 class Journal:
     """Save and resume a run: a search for pairs, or the pairs that it found.
 
-    Args:
-        checkpoint: where.
-        matrix: its count of products is part of the state.
-        generator: of the run's random vectors; likewise.
-        growth: likewise, where there is one.
+    The count of products, the generator of random vectors and the growth are part of the state.
 
     Attributes:
         found: the pairs of the search, where the saved run had come so far.
@@ -78,12 +76,7 @@ class Journal:
         *,
         at_once: bool = False,
     ) -> None:
-        """Save a search that is under way, if it is time.
-
-        Args:
-            block: the next rows of the basis, (b, p).
-            position: the numbers of the search.
-        """
+        """Save a search, if it is time: the `block` is the next rows of the basis, (b, p)."""
         if at_once or self._checkpoint.is_due():
             tensors = {f"basis.{k}": panel for k, panel in enumerate(basis.panels)}
             self._save(dict(position), {**tensors, "block": block, **projected.tensors()})
@@ -95,12 +88,16 @@ class Journal:
             self._save({"least": pairs.statistics[LEAST_RITZ], "restarts": restarts}, tensors)
 
     def resume(
-        self, basis: Basis, projected: Projected, followed: Followed | None, block_size: int
-    ) -> tuple[Tensor, dict[str, Any]] | None:
-        """Fill an empty basis and the rest from the saved search; None where there is none.
+        self,
+        basis: Basis,
+        projected: Projected,
+        followed: Followed | None,
+        block_size: int,
+        position: Callable[..., T],
+    ) -> tuple[Tensor, T] | None:
+        """Fill an empty basis and the rest from the saved search, where there is one.
 
-        Returns:
-            The block and the position, as `save` had them.
+        Return the block, and the search's numbers as a `position`.
         """
         state, self._state = self._state, None
         if state is None:
@@ -114,7 +111,7 @@ class Journal:
             if followed is not None:  # in blocks as before, to the same bits
                 for start in range(0, basis.rows, block_size):
                     followed.append(basis.copy(start, start + block_size))
-            return self._rows(state.tensors["block"]), dict(state.numbers["position"])
+            return self._rows(state.tensors["block"]), position(**state.numbers["position"])
 
     def _save(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors["generator"] = self._generator.get_state()

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import Spread
-from deltabars.covariance.tail import Tail
+from deltabars.covariance.base import Spread, Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator

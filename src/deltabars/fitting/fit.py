@@ -28,10 +28,9 @@ from deltabars.fitting.growth import Probe
 from deltabars.fitting.solving import Deadline, Task, solve
 from deltabars.fitting.state import FitOptions, FittedState, off_optimum
 from deltabars.fitting.tuning import with_settled_noise
-from deltabars.likelihoods.base import Likelihood
+from deltabars.likelihoods.base import Likelihood, Loss, described, is_own
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
-from deltabars.likelihoods.losses import Loss, described, is_own
 from deltabars.problem.network import Behaviour
 from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
@@ -331,14 +330,10 @@ def _assemble(
 def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float | None:
     """Measure how far predictions at the optimum are from those at ω̂, in their error bars.
 
-    The Newton step H⁻¹g moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ of its variance. The
-    mean of that over the K directions, each weighted by the share (λₖ − λ)/λₖ that the data
-    determine of it; its square root. A gradient that is as large as chance makes it gives 1. None
-    where the curvature is not positive, so that no minimum is known to be near.
-
-    Args:
-        state: of the fit.
-        gradient: g of the cost at ω̂, (P,), in the coordinates of the eigenvectors.
+    The Newton step H⁻¹g, g the gradient (P,), moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ
+    of its variance: the root of the mean of that, weighted by the share (λₖ − λ)/λₖ that the data
+    determine. A gradient that is as large as chance makes it gives 1. None where the curvature is
+    not positive, so that no minimum is known to be near.
     """
     pairs = state.pairs_of(state.main_matrix)
     vectors, gradient = pairs.vectors, gradient[None].to(pairs.vectors.device)

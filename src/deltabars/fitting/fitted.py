@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltabars.covariance.base import Tail
 from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
-from deltabars.covariance.tail import Tail
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
@@ -166,7 +166,7 @@ class DeltaFit(FittedState):
         that no eigenvalue of G and GGN is below λ.
 
         Args:
-            inputs, space, batch_size, progress: as for `predict`; a few inputs, as each is dear.
+            inputs, space, batch_size, progress: as for `predict`; few, as each input is dear.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.

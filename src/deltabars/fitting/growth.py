@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import ESTIMATORS, build_covariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import OUT_OF_TIME, STOPPED, EigenPairs
@@ -34,26 +33,15 @@ _AT_FLOOR = 1e-9  # relative: an eigenvalue that is λ but for rounding
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs whose error bars decide how many eigenpairs are computed.
-
-    Attributes:
-        problem: whose matrices are to be solved.
-        rows: F of the inputs, (n·C, p): the columns of this process.
-        squares: ‖f‖² of its rows, (n, C).
-        fingerprint: of the inputs.
-        left_out: how many inputs were left out because their bars are zero.
-        tolerance: for the score's error relative to the score, of every input.
-        margin: the share of the tolerance to aim at: below 1 where the probe is of training
-            examples, as the error is larger on new inputs.
-    """
+    """Inputs whose error bars decide how many eigenpairs are computed."""
 
     problem: Problem
-    rows: Tensor
-    squares: Tensor
+    rows: Tensor  # F of the inputs, (n·C, p): the columns of this process
+    squares: Tensor  # ‖f‖² of its rows, (n, C)
     fingerprint: int
-    left_out: int
-    tolerance: float
-    margin: float
+    left_out: int  # inputs whose bars are zero
+    tolerance: float  # for the score's error relative to the score, of every input
+    margin: float  # the share of it to aim at: below 1 for training examples
 
     @classmethod
     def take(cls, problem: Problem, inputs: Any, tolerance: float | None, seed: int) -> Probe:
@@ -90,8 +78,8 @@ class Probe:
     ) -> ProbeGrowth:
         """Return what decides on the pairs of one matrix, with those of others that are solved.
 
-        The Hessian of a sandwich is judged by the error of the sandwich, with the pairs of G, which
-        come first; G by its own.
+        The Hessian of a sandwich is judged by the error of the sandwich, G, which is first, by its
+        own.
         """
         spaces, problem = operator.spaces, self.problem
         rows, size = spaces.select(self.rows), spaces.reached.size
@@ -115,30 +103,19 @@ class Probe:
 
 @dataclass
 class ProbeGrowth:
-    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`).
-
-    Attributes:
-        estimator: whose error bars are computed.
-        tolerance: for the largest relative error of a score.
-        rows: of F, and of the eigenvectors of G for a sandwich; reached columns.
-        size: P', how many directions there are.
-        opg_values, opg_projections: of G, for a sandwich.
-        informative: how many eigenvalues can be above λ; None where that is not known.
-        least: the smallest eigenvalue of a Hessian, where it is known.
-        error, is_exhausted: of the last check; whether all eigenvalues above λ were there.
-    """
+    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`)."""
 
     probe: Probe
-    estimator: str
-    tolerance: float
-    rows: Tensor
-    size: int
-    opg_values: Tensor | None = None
+    estimator: str  # whose error bars are computed
+    tolerance: float  # for the largest relative error of a score
+    rows: Tensor  # of F, and of the eigenvectors of G for a sandwich; reached columns
+    size: int  # P', how many directions there are
+    opg_values: Tensor | None = None  # of G, for a sandwich; so the projections
     opg_projections: Tensor | None = None
-    informative: int | None = None
-    least: float | None = None
-    error: float = field(default=float("inf"), init=False)
-    is_exhausted: bool = field(default=False, init=False)
+    informative: int | None = None  # how many eigenvalues can be above λ, where that is known
+    least: float | None = None  # the smallest eigenvalue of a Hessian, where it is known
+    error: float = field(default=float("inf"), init=False)  # at the last check
+    is_exhausted: bool = field(default=False, init=False)  # whether all above λ were there
 
     @property
     def most(self) -> int:

@@ -202,7 +202,12 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
     block = {"krylov": few, "dense": _DENSE_BLOCK}.get(task.solver, 1)
     report = _Steps(task, bar, block)
     matrix = _OwnColumns(operator, rank + options.smallest)
-    limited = {"tolerance": tolerance, "max_products": options.max_products, "seed": options.seed}
+    limited: dict[str, Any] = {
+        "tolerance": tolerance,
+        "max_products": options.max_products,
+        "seed": options.seed,
+        "on_step": report,
+    }
     if task.solver == "dense":
         pairs = _own(eigen.dense(operator, rank, on_step=report), operator)
         if growth is not None:
@@ -212,7 +217,7 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
             )
             pairs = pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
     elif task.solver == "arpack":
-        pairs = _own(eigen.arpack(operator, rank, on_step=report, **limited), operator)
+        pairs = _own(eigen.arpack(operator, rank, **limited), operator)
     elif task.solver == "incremental":
         is_over = task.deadline.is_over
         pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=is_over)
@@ -224,7 +229,6 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
             smallest=options.smallest,
             max_vectors=_vectors_within(task, block),
             growth=growth,
-            on_step=report,
             checkpoint=task.checkpoint,
             is_over=task.deadline.is_over,
             **limited,

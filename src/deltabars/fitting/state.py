@@ -18,9 +18,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, Covariance
-from deltabars.covariance.tail import Defects
+from deltabars.covariance.base import Covariance, Defects
+from deltabars.covariance.estimators import (
+    DEFAULT_ESTIMATOR,
+    ESTIMATORS,
+    build_covariance,
+)
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
@@ -59,17 +62,12 @@ def check_positive(name: str, value: Any, example: str = "") -> None:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of `fit`, by the names of its arguments; all are checked here.
-
-    Attributes:
-        rank: None until the number of parameters is known (see `resolved`).
-        probe: `"given"` where inputs were given for it.
-    """
+    """The options of `fit`, by the names of its arguments; all are checked here."""
 
     estimator: str = DEFAULT_ESTIMATOR
-    rank: int | str | None = None
+    rank: int | str | None = None  # None until P is known (see `resolved`)
     tolerance: float | None = None
-    probe: str | None = None
+    probe: str | None = None  # "given" where inputs were given for it
     solver: str = "auto"
     seed: int = 0
     memory_budget: int | None = None
@@ -346,9 +344,7 @@ class FittedState:
 def off_optimum(relative_gradient: float, distance: float | None) -> str:
     """Describe how far from an optimum the weights are; empty where error bars are larger.
 
-    Args:
-        relative_gradient: ‖∇cost‖ over the norms of its two parts.
-        distance: of predictions from those at the optimum, in error bars; None if not known.
+    The distance is that of predictions from those at the optimum, in error bars; None if not known.
     """
     if relative_gradient <= _FAR_RELATIVE or (distance is not None and distance <= _FAR):
         return ""

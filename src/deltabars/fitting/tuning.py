@@ -43,6 +43,7 @@ _GRID = 241
 _TRIED = 61  # on validation data: ten a decade
 _ZOOMS = 6  # each to the neighbours of the best point
 _READ_SIZE = 1024  # examples
+_HALVINGS = 64  # of an interval of σ: to the last bit
 
 State = TypeVar("State", bound=FittedState)
 
@@ -51,7 +52,7 @@ def with_l2(state: State, l2: L2Rates) -> State:
     """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
     prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
     shift = prior.level - state.level
-    spectra = {name: pairs.shifted(shift) for name, pairs in state.spectra.items()}
+    spectra = {name: pairs.mapped(1.0, shift) for name, pairs in state.spectra.items()}
     for name, pairs in spectra.items():
         warn_about_values(name, pairs, prior.level, was_moved=True)
     diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}
@@ -126,14 +127,11 @@ def _estimates(state: FittedState, levels: Tensor) -> Tensor:
         return low
     rest = left(low)
     high = (squares / rest).sqrt()  # γ falls as σ grows: σ̂ is not above this
-    while True:
+    for _ in range(_HALVINGS if name == "opg" else 0):
         middle = (low + high) / 2
-        is_open = (low < middle) & (middle < high)
-        if not bool(is_open.any()):
-            return torch.where(rest > 0, high, torch.inf)
         below = middle**2 * left(middle) < squares
-        low = torch.where(is_open & below, middle, low)
-        high = torch.where(is_open & ~below, middle, high)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return torch.where(rest > 0, high, torch.inf)
 
 
 def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,8 +183,7 @@ class Tuning:
         l2: the best λ (or λs by name pattern, times a common factor).
         fit: the `DeltaFit` with that λ.
         fitted_level: the λ that the search started from.
-        levels: the λs that were tried, as they are in the eigenvalues (see `DeltaFit.level`),
-            ascending, (n,).
+        levels: the λs that were tried, as in the eigenvalues (see `DeltaFit.level`), (n,).
         values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
         low, high: what the log marginal likelihood lies between, (n,); None for a loss.
         at_edge: whether the best one is the first or the last: the optimum may lie beyond.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import Covariance
+from deltabars.covariance.base import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import cotangents, sensitivities
 from deltabars.eigen.pairs import is_whole

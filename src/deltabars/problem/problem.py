@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option, warn
-from deltabars.likelihoods.base import Likelihood
-from deltabars.likelihoods.losses import Loss, read_loss, told_apart
+from deltabars.likelihoods.base import Likelihood, Loss, read_loss, told_apart
 from deltabars.problem.data import (
     Batch,
     TrainingData,

@@ -37,9 +37,6 @@ def read_mnist(
         folder: holds the idx files as they are downloaded, plain or gzipped.
         part: `"train"` (60,000 scans) or `"test"` (10,000).
         count: how many, from the first on; all by default.
-
-    Raises:
-        DataError: a file is missing, truncated, or not what its name says.
     """
     _check_part(part)
     parts = []
@@ -64,11 +61,7 @@ def read_mnist(
 def read_cifar10(
     folder: Path, part: str = "train", count: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Read CIFAR-10's images (n, 3, 32, 32) with pixels in [0, 1], and their classes (n,).
-
-    As `read_mnist`, from the binary batches as they are unpacked (data_batch_1.bin …
-    test_batch.bin).
-    """
+    """Read CIFAR-10's images (n, 3, 32, 32), as `read_mnist`, from its unpacked binary batches."""
     _check_part(part)
     batches = []
     for name in _CIFAR10_FILES[part]:
@@ -81,35 +74,23 @@ def read_cifar10(
             )
         batches.append(torch.from_numpy(content.reshape(-1, _CIFAR10_RECORD)))
         _check_classes("CIFAR-10", batches[-1][:, 0], Path(folder) / name)
-    records = torch.cat(batches)  # (n, 3073)
-    if count is not None and not 1 <= count <= len(records):
-        raise DataError(
-            f"CIFAR-10: expected {count} images or more, got {len(records)} in {folder}."
-        )
-    images = records[:count, 1:].reshape(-1, *_CIFAR10_SHAPE).float()
-    return images.div_(255), records[:count, 0].long()
+    records = _first(torch.cat(batches), count, folder)  # (n, 3073)
+    images = records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).float()
+    return images.div_(255), records[:, 0].long()
 
 
 def read_idx(path: Path, count: int | None = None) -> Tensor:
-    """Read the items (n, …) of an idx file of bytes, plain or gzipped, as uint8.
-
-    Args:
-        path: the file; its content says whether it is gzipped.
-        count: how many items, from the first on; all by default.
-
-    Raises:
-        DataError: the file is missing, truncated, too long, or not an idx file of bytes.
-    """
+    """Read all or the first items (n, …) of an idx file of bytes, plain or gzipped, as uint8."""
     with _opened(path, "idx file", "one") as raw:
         length = length_of(raw)
         is_zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         most = max(ALWAYS, MOST_TIMES * length) if is_zipped else length
         with gzip.open(raw) if is_zipped else nullcontext(raw) as file:
-            return _items(file, path, count, most)
+            return _first(_items(file, path, most), count, path)
 
 
-def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
+def _items(file: Any, path: Path, most: int) -> Tensor:
     """Read the items of a file of no more than so many bytes."""
     head = file.read(4)
     if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
@@ -120,11 +101,7 @@ def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
     lengths = file.read(4 * head[3])
     if len(lengths) < 4 * head[3]:
         raise DataError(f"idx file: expected {head[3]} dimensions, got {path} cut short.")
-    shape = [int(length) for length in np.frombuffer(lengths, dtype=">u4")]
-    if count is not None:
-        if not 1 <= count <= shape[0]:
-            raise DataError(f"idx file: expected {count} items or more, got {shape[0]} in {path}.")
-        shape[0] = count
+    shape = np.frombuffer(lengths, dtype=">u4").tolist()
     size = math.prod(shape)
     if size > most:
         raise DataError(
@@ -133,7 +110,7 @@ def _items(file: Any, path: Path, count: int | None, most: int) -> Tensor:
         )
     items = np.empty(size, dtype=np.uint8)
     got = file.readinto(items)
-    rest = file.read(1) if count is None else b""
+    rest = file.read(1)
     if got < size or rest:
         raise DataError(
             f"idx file: expected {size} bytes after the header, got {'more' if rest else got} in "
@@ -154,6 +131,12 @@ def _opened(path: Path, what: str, one: str) -> Iterator[Any]:
         raise DataError(f"{what}: expected a whole gzip file, got {path} cut short.") from error
     except OSError as error:
         raise DataError(f"{what}: expected one that can be read, got {path}: {error}.") from error
+
+
+def _first(items: Tensor, count: int | None, path: Path) -> Tensor:
+    if count is not None and not 1 <= count <= len(items):
+        raise DataError(f"Images: expected {count} items or more, got {len(items)} in {path}.")
+    return items[:count]
 
 
 def _check_part(part: str) -> None:

@@ -208,11 +208,7 @@ class Experiment:
 
     @stage
     def surfaces(self) -> Arrays:
-        """Return the smoothed `std` and `error` (R, g) of the OPG estimator on the test set.
-
-        They are over the `ranks` (R,) and a `grid` (g,) of probabilities of all classes; the error
-        is the paper's bound.
-        """
+        """Return OPG's smoothed `std` and `error` (R, g) over `ranks` (R,) and probabilities."""
         images, ranks = self.data["test"][0].to(self.device), self.size.ranks
         options: dict[str, Any] = {"estimator": "opg", "bound": "paper", "moderation": None}
         found = [self.fit.predict(images, rank=rank, **options) for rank in ranks]
@@ -225,11 +221,7 @@ class Experiment:
 
     @stage
     def foreign(self) -> Arrays:
-        """Return the scores of the OPG estimator over K for a foreign `image`.
-
-        They are `full` with `full_low` and `full_high`, and `low_rank` (R,), at the `ranks` (R,);
-        `references` (n, R) are those of the training images with the highest scores.
-        """
+        """Return OPG's scores over K of a foreign image, beside the highest ones of training."""
         ranks, image = self.size.ranks, chessboard(self.recipe)
         score = torch.from_numpy(self.predictions("train")["opg_score"])
         highest = score.sort(descending=True, stable=True).indices[:_REFERENCES]
@@ -249,11 +241,7 @@ class Experiment:
 
     @stage
     def bootstrap(self, count: int, initial: str) -> Arrays:
-        """Train networks on N examples drawn with replacement, from fixed or varying weights.
-
-        Returns:
-            `std` and `mean` (n, C) of the test probabilities, and the `accuracy` of each network.
-        """
+        """Train networks on N examples drawn with replacement, from fixed or varying weights."""
         seed, examples = self.options.seed, len(self.data["train"][1])
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(examples, (count, examples), generator=generator)
@@ -262,7 +250,7 @@ class Experiment:
 
     @stage
     def samples(self, count: int, estimator: str, sampler: str) -> Arrays:
-        """Return the same of networks with weights from N(ω̂, Σ), Σ of the fitted eigenpairs."""
+        """Draw networks with weights from N(ω̂, Σ), Σ of the fitted eigenpairs."""
         _, full_rank, scatter = SAMPLERS[sampler]
         fit, network = self.fit.moved(estimator=estimator), deepcopy(self.network)
         centre = fit.network.point
@@ -277,9 +265,10 @@ class Experiment:
         return arrays | {"std": arrays["std"] / scatter}
 
     def _ensemble(self, networks: Iterable[PaperNetwork]) -> Arrays:
+        """Return mean and std (n, C) of the test probabilities, and each network's accuracy."""
         images, labels = self.data["test"]
-        images = images.to(self.device)
-        found = torch.stack([probabilities(network, images) for network in networks]).double()
+        there = images.to(self.device)
+        found = torch.stack([probabilities(network, there) for network in networks]).double()
         right = found.argmax(-1).cpu() == labels
         arrays = _arrays({"std": found.std(0).float(), "mean": found.mean(0).float()})
         return arrays | {"accuracy": right.double().mean(1).numpy()}
@@ -298,16 +287,11 @@ class Experiment:
         weights = {name: value[index - 1] for name, value in stacked.items() if name != SECONDS}
         fit = self.fit_of(with_weights(self.recipe, weights), matrix, rank)
         pairs = fit.spectra[matrix]
-        tensors = {matrix: pairs.values}
-        if matrix == "hessian":
-            tensors["hessian_smallest"] = pairs.smallest
+        tensors = {matrix: pairs.values, f"{matrix}_smallest": pairs.smallest}
         return _arrays(tensors) | _costs(fit.diagnostics)
 
     def initialisations(self) -> list[Arrays]:
-        """Return the spectra of several networks, the main one first.
-
-        Each has `opg`, `cost` and `gradient_norm`, the first few `hessian` and `hessian_smallest`.
-        """
+        """Return the spectra of several networks, the main one first; not all have a `hessian`."""
         size, names = self.size, ("opg", "hessian", "hessian_smallest")
         found = [{name: self.spectra()[name] for name in names} | _costs(self.diagnostics)]
         for index in range(1, size.initialisations):
@@ -321,14 +305,16 @@ class Experiment:
     def main_results(self) -> dict[str, Any]:
         """Return what the paper prints, and how it was computed."""
         diagnostics, size = self.diagnostics, self._main_size()
-        given, parts, accuracies = self.options.weights is not None, {}, {}
+        given = self.options.weights is not None
+        training, regressions, scores = {}, {}, {}
         times = {} if given else {"training": float(self.weights()[SECONDS])}
         times |= {matrix: diagnostics[matrix]["seconds"] for matrix in MATRICES}
         for part, (_, labels) in self.data.items():
             found = self.predictions(part)
-            parts[part] = summary.of_predictions(found, labels.numpy())
-            accuracies[f"{part}_accuracy"] = float((found["label"] == labels.numpy()).mean())
+            regressions[part], scores[part] = summary.of_predictions(found, labels.numpy())
+            training[f"{part}_accuracy"] = float((found["label"] == labels.numpy()).mean())
             times[f"predicting_{part}"] = float(found[SECONDS])
+        training |= {name: diagnostics[name] for name in ("cost", "gradient_norm")}
         for name in ("sigma", "schedule", "steps") if given else ():
             del size[name]  # given weights were trained elsewhere
         return {
@@ -345,24 +331,15 @@ class Experiment:
                 "l2": L2,
                 **({} if given else {"batch": BATCH}),
             },
-            "training": {
-                **accuracies,
-                **{name: diagnostics[name] for name in ("cost", "gradient_norm")},
-            },
+            "training": training,
             **summary.of_spectra(self.spectra(), diagnostics),
-            **{
-                key: {part: each[key] for part, each in parts.items()}
-                for key in ("regressions", "scores")
-            },
+            "regressions": regressions,
+            "scores": scores,
             "times": times,
         }
 
     def further_results(self) -> dict[str, Any]:
-        """Return the results of the foreign image, of other initial weights, and of ensembles.
-
-        Each line of an ensemble regresses its std of the test set on the Delta method's, over all
-        images and classes.
-        """
+        """Return the results of the foreign image, of other initial weights, and of ensembles."""
         self.surfaces()
         results: dict[str, Any] = {
             "foreign": summary.of_foreign(self.foreign()),

@@ -33,23 +33,17 @@ def train(
 ) -> list[PaperNetwork]:
     """Minimise mean cross-entropy + (λ/2)·‖ω‖² for each of M networks.
 
-    Adam on batches of 100 examples, taken in order without shuffling and cyclically. On a GPU a
-    step is recorded once as a CUDA graph and replayed, and products are in TF32 (torch's default
-    for convolutions).
+    Adam on batches of 100 examples, in order and cyclically. On a GPU a step is recorded once as a
+    CUDA graph and replayed, and products are in TF32 (torch's default for convolutions).
 
     Args:
         start: the networks, on the device to train on; they stay as they are.
         images, labels: (N, channels, side, side) and (N,).
-        steps: of training.
         schedule: the learning rate from a step on: (step, rate) pairs, the first for step 0.
-        rows: the indices (M, N) of the examples of each network, such as a bootstrap's; all
-            networks see the data in order by default.
-        progress: whether to show it.
+        rows: the indices (M, N) of each network's examples, such as a bootstrap's; all by default.
 
     Returns:
-        The trained networks in eval mode.
-
-    Cost: M·steps·100 gradients, and the memory of the activations of M·100 examples.
+        The trained networks in eval mode, after M·steps·100 gradients.
     """
     first = [step for step, _ in schedule]
     if steps < 1 or first[:1] != [0] or first != sorted(set(first)):

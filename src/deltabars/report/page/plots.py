@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.covariance.tail import Tail
+from deltabars.covariance.base import Tail
 from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from deltabars.report.page.subject import Subject, percent, say, short
 from deltabars.report.style import smooth_curve

@@ -1,4 +1,4 @@
-"""Pictures of the demonstration's report: `python -m tests.screenshots FOLDER`."""
+"""Pictures of the demonstration's report: `make screenshots`."""
 
 from __future__ import annotations
 
