@@ -197,15 +197,13 @@ class TestSeveralProcesses:
         assert len(lines) == 43 + 2 * 3  # besides three that make the digest, each is read once
         assert {rank for rank, _ in lines} == {"0", "1"}
 
-    def test_one_fails(self, workshop, place):
+    def test_refusals(self, workshop, place):
         arguments = asked(workshop, "out/", 60, fails_at=44)
         assert ended(launch(2, arguments, place / "said")) == [1, 1]
         said = [Path(f"said.{rank}").read_text().splitlines()[-1] for rank in range(2)]
         assert sum("expected inputs that can be read" in line for line in said) == 1
         assert sum("Another process has failed" in line for line in said) == 1
         assert [line.startswith("deltabars: process 1: ") for line in said] == [False, True]
-
-    def test_what_is_for_one_process(self, workshop, place):
         file = ["predict", workshop.run, "--data", workshop.folder / "test", "--out", "x.csv"]
         for arguments, line in (
             ([*file, "--device", "cpu"], "--out: expected a folder under torchrun"),

@@ -10,7 +10,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,6 @@ STORED = ("float64", "float32", "bfloat16", "float16")
 EXPERIMENTS = ("mnist", "cifar10")
 _OF_FILES = ("FILE", "FILE.html", "DIR", "RUN", "OUT", "FIGURE", "DATA", "MODEL")
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # as shtab has them
-SHELLS = ("bash", "zsh", "tcsh")
 
 Row = tuple[str, dict[str, Any]]
 
@@ -68,16 +67,13 @@ _MEMORY = _read_as(_bytes, "bytes, such as 8GB or 500MiB")
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its texts, its options by the title of their group (`""` has none).
-
-    `shared`: torchrun may start it in several processes.
-    """
+    """A command: its texts, and its options by the title of their group (`""` has none)."""
 
     brief: str
     text: str
     examples: str
-    options: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    shared: bool = False
+    options: Mapping[str, tuple[Row, ...]]
+    shared: bool = False  # torchrun may start it in several processes
 
 
 def _model(default: str = "") -> tuple[Row, ...]:
@@ -143,9 +139,7 @@ _FIT = (
     _row("--rank", "how many eigenpairs, or auto (default: 100)", "K", type=_RANK),
     _row("--tolerance", "of --rank auto: score_error / score (default: 0.05)", "X", type=float),
     _row("--solver", "default: auto", choices=_SOLVERS),
-    _row(
-        "--params", "the parameters that count; or last-layer (default: all)", "PATTERN", nargs="+"
-    ),
+    _row("--params", "that count; or last-layer (default: all)", "PATTERN", nargs="+"),
     _row("--loss", "CrossEntropyLoss (the default), BCEWithLogitsLoss or MSELoss", choices=LOSSES),
     _row("--likelihood", "in place of --loss: summed over the outputs", choices=_LIKELIHOODS),
     _row("--label-smoothing", "of ce", "X", type=float),
@@ -328,7 +322,7 @@ deltabars reproduce mnist --data mnist/ --small
         "a script with which a shell completes commands and options",
         "Print a script (shtab's) that completes the commands of deltabars and their options.",
         'eval "$(deltabars completion bash)"              # in ~/.bashrc',
-        {"": (_row("shell", "which shell", choices=SHELLS),)},
+        {"": (_row("shell", "which shell", choices=tuple(_FILES)),)},
     ),
 }  # fmt: skip
 _COMMON = (
@@ -410,7 +404,8 @@ def with_config(
                 "command go below its name, such as [rank]."
             )
         words += _words(name, value, known[name], path)
-    return [given[0], *words, *given[1:]]
+    # The option between them ends lists of values, before a RUN that may come next.
+    return [given[0], *words, f"--config={path}", *given[1:]]
 
 
 def _read(path: Path, command: str, commands: list[str]) -> dict[str, Any]:

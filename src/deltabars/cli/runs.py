@@ -249,8 +249,8 @@ class Run:
             with turn(self.path):
                 if _fit_digest(self.path) != self.fit_digest:
                     raise StorageError(
-                        f"RUN: expected {self.path} to stay as it was, got another fit in it, by "
-                        "`fit --overwrite` in the meantime. Start the command again."
+                        f"RUN: expected {self.path} as it was, got another fit in it, by `fit "
+                        "--overwrite` in the meantime. Start the command again."
                     )
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():

@@ -120,14 +120,20 @@ def _steps(
 
 
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *options: Any,
+    **more: Any,
 ) -> Tensor:
     """Look up rows with their true derivatives, which neither are sparse nor depend on the batch.
 
     The row of the padding is a constant: torch's backward derivatives say so, its forward ones
     do not, and Hessian products take both.
     """
-    rows = F.embedding(input, weight, None, *options[:2])
+    rows = F.embedding(input, weight, None, max_norm, norm_type)
     if padding_idx is None:
         return rows
     return rows.detach().where(_is_padding(input, weight, padding_idx)[..., None], rows)
