@@ -332,14 +332,12 @@ class TestClassesByName:
     def test_a_folder_with_some_of_the_classes(self, workshop, tmp_path):
         """Digits 7 and 3 alone are 7 and 3, not 1 and 0."""
         run = Run.open(workshop.run)
-        for digit in (3, 7):
-            name = f"digit {digit}"
+        for name in ("digit 3", "digit 7"):
             shutil.copytree(workshop.folder / "test" / name, tmp_path / name)
         source = run.load_data(str(tmp_path))
         assert source.classes == run.classes
         for k, name in enumerate(source.names):
             assert name.startswith(f"digit {int(source.targets[k])}/")
-            assert int(source.dataset[k][1]) == int(source.targets[k])
         assert torch.equal(torch.cat([labels for _, labels in source.data]), source.targets)
         (tmp_path / "digit 3").rename(tmp_path / "digit 33")
         with pytest.raises(DataError, match=r"some of the 10 classes .*the difference: digit 33"):

@@ -101,33 +101,6 @@ def test_factors_are_sums_of_outer_products(size):
     torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
 
 
-@pytest.mark.parametrize("positions", [1, 5])
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [([], []), ([0, 3], []), ([], [1]), ([1], [0, 2]), ([0, 1, 2, 3], []), ([], [0, 1, 2])],
-    ids=["none", "outputs", "inputs", "both", "all outputs", "all inputs"],
-)
-def test_factors_without_zeros(rows, columns, positions):
-    """A zero at one position or of one example is none throughout."""
-    activations, signals = randn(2, positions, 3), randn(2, 6, 4, positions)
-    activations[:, :, columns] = 0.0
-    activations[0, 0] = 0.0
-    signals[:, :, rows] = 0.0
-    signals[1, 2] = 0.0
-    whole = Factors(activations, signals)
-    outputs, inputs = whole.not_zero()
-    part = whole.at(outputs, inputs)
-    assert outputs.tolist() == [row for row in range(4) if row not in rows]
-    assert inputs.tolist() == [column for column in range(3) if column not in columns]
-    expected = whole.weight_rows().unflatten(2, (4, 3))
-    total = torch.ones(2, 6, 7, dtype=torch.float64)
-    basis = randn(7, 4, 3)
-    part.add_projection(basis[:, outputs][:, :, inputs], total)
-    exact = 1 + torch.einsum("broi,koi->brk", expected, basis)
-    torch.testing.assert_close(total, exact, **PRECISION)
-    torch.testing.assert_close(part.gram(), whole.gram(), **PRECISION)
-
-
 @pytest.mark.parametrize("classes", [2, 40])
 def test_silent_units_and_zero_inputs(classes):
     """Layers of which little is left, or nothing at all."""

@@ -119,7 +119,7 @@ def test_unconverged_pairs_are_counted_in_a_warning(solver):
 
 def test_shifted_pairs_are_those_of_the_shifted_matrix():
     matrix = matrix_with(SPECTRA["indefinite"])
-    moved = lanczos(matrix, 6, tolerance=1e-3).shifted(2.5)
+    moved = lanczos(matrix, 6, tolerance=1e-3).mapped(1.0, 2.5)
     shifted = matrix + 2.5 * torch.eye(SIZE, dtype=torch.float64)
     norms = (shifted @ moved.vectors.T - moved.vectors.T * moved.values).norm(dim=0)
     torch.testing.assert_close(

@@ -166,8 +166,9 @@ def test_plots_of_logits_chosen_classes_and_real_numbers():
     assert fit.predict(case.inputs[:2], classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
     assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
-    out = fit.predict(case.unseen)
-    with pytest.raises(BadValueError, match="one input or more"):
-        out[:0].plot()
-    with pytest.raises(BadValueError, match="targets: expected the true class of each of 7"):
-        out.plot(targets=torch.zeros(3))
+    for out, targets, said in (
+        (fit.predict(case.unseen)[:0], None, "one input or more"),
+        (fit.predict(case.unseen), torch.zeros(3), "expected the true class of each of 7"),
+    ):
+        with pytest.raises(BadValueError, match=said):
+            out.plot(targets=targets)

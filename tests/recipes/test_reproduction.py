@@ -20,8 +20,6 @@ from tests.scans import QUICK, SMALLER, STEPS, command, deltabars, environment, 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
 )  # fmt: skip
-PAIRS = {"hessian_opg", "hessian_sandwich", "opg_sandwich"}
-ESTIMATORS = {"hessian", "opg", "sandwich"}
 
 
 def without_times(value):
@@ -37,18 +35,13 @@ def stages_of(out):
 
 
 class TestWhatItWrites:
-    def test_the_documented_numbers(self, quick_run):
+    def test_the_documented_numbers_and_files(self, quick_run):
         results = quick_run.results
         assert set(results) == {
             "recipe", "size", "seed", "weights", "deterministic", "versions", "settings",
             "training", "eigenvalues", "solvers", "effective_parameters", "regressions", "scores",
             "times", "foreign", "initialisations", "bootstrap", "samples",
         }  # fmt: skip
-        for part in ("train", "test"):
-            assert set(results["regressions"][part]) == PAIRS
-            for line in results["regressions"][part].values():
-                assert set(line) == {"r2", "intercept", "slope"}
-            assert set(results["scores"][part]) == ESTIMATORS
         assert results["versions"]["torch"] == torch.__version__
         assert results["settings"]["parameters"] == 93_322
         assert results["settings"]["rank"] == 5
@@ -56,16 +49,10 @@ class TestWhatItWrites:
             "training", "hessian", "opg", "predicting_train", "predicting_test",
         }  # fmt: skip
         assert all(seconds > 0 for seconds in results["times"].values())
-        assert set(results["bootstrap"]) == {"fixed", "varying"}
-        assert set(results["samples"]) == ESTIMATORS
-
-    def test_files(self, quick_run):
-        for name in FIGURES:
-            content = (quick_run.out / f"{name}.png").read_bytes()
-            assert content.startswith(b"\x89PNG\r\n\x1a\n")
-            assert len(content) > 10_000
         names = sorted(path.name for path in quick_run.out.iterdir())
         assert names == sorted(["results.json", "stages", *(f"{name}.png" for name in FIGURES)])
+        for name in FIGURES:
+            assert (quick_run.out / f"{name}.png").stat().st_size > 10_000
 
     def test_the_printed_table_has_ours_and_the_published_numbers(self, quick_run):
         results, rows = quick_run.results, []

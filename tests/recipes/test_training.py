@@ -61,7 +61,7 @@ def assert_trained_alike(found, exact, start):
     that is all but zero becomes a share of a step.
     """
     moved = float((vector(exact) - vector(start)).abs().max())
-    assert moved > 1e-3  # one step's worth at least: else nothing was trained
+    assert moved > 1e-3  # one step's worth at least
     assert not found.training
     torch.testing.assert_close(vector(found), vector(exact), rtol=0, atol=1e-5 * moved)
 

@@ -30,7 +30,7 @@ Cotangents = Callable[[Tensor], Tensor]  # outputs (B, C) -> (B, R, C)
 # What torch raises where it does not support a model; other errors are the model's own.
 UNSUPPORTED = (RuntimeError, IndexError, TypeError)
 
-_EXAMPLES = 3  # that rows are checked on
+_EXAMPLES, _ROWS = 3, 2  # that derivatives are checked on
 _AGREE = 1e-3  # relative: wrong rows are off by as much as the derivatives themselves
 _ROUNDING = 100  # units in the last place of the derivatives by all parameters together
 # Relative: what is not rounding, also of models that compute a part in float32. Weights of two
@@ -281,16 +281,22 @@ class Pullback:
         """Return the parameters that cannot be followed, by comparing rows of a few examples."""
         # More than one example, repeated if need be: of one it is not seen which dimension counts.
         some = torch.arange(_EXAMPLES, device=self.network.device)
-        few = map_leaves(lambda leaf: leaf[some % len(leaf)], inputs)
+        few = map_leaves(lambda leaf: leaf[(some % len(leaf)).sort().values], inputs)
 
         def rows(outputs: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(0)
-            size = (_EXAMPLES, _EXAMPLES, outputs.shape[1])
-            return torch.randn(size, generator=generator).to(outputs)
+            return torch.randn((_EXAMPLES, _ROWS, outputs.shape[1]), generator=generator).to(
+                outputs
+            )
 
         names, rest = tuple(self.network.trained), set[str]()
-        while (pulled := self._pass(few, rows, rest, again=True)).lost:
-            rest |= {*pulled.lost}
+        try:
+            while (pulled := self._pass(few, rows, rest, again=True)).lost:
+                rest |= {*pulled.lost}
+        except UNSUPPORTED as error:  # a model that takes batches of one size alone, say
+            if ran_out(error):
+                raise
+            return names
         back = pulled.back.transpose(0, 1)
         exact = self._by_autograd(few, back, names, together=_EXAMPLES)
         followed = {name: factors.weight_rows() for name, factors in pulled.layers.items()}

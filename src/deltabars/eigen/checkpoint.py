@@ -22,7 +22,7 @@ OF_PAIRS = ("values", "residuals", "smallest", "smallest_residuals", "vectors")
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a solver needs to continue: numbers, and tensors on any device."""
+    """Everything that a solver needs to continue."""
 
     numbers: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -44,11 +44,7 @@ class Checkpoint(Protocol):
 class Journal:
     """Save and resume a run: a search for pairs, or the pairs that it found.
 
-    Args:
-        checkpoint: where.
-        matrix: its count of products is part of the state.
-        generator: of the run's random vectors; likewise.
-        growth: likewise, where there is one.
+    The count of products, the generator of random vectors and the growth are part of the state.
 
     Attributes:
         found: the pairs of the search, where the saved run had come so far.
@@ -80,12 +76,7 @@ class Journal:
         *,
         at_once: bool = False,
     ) -> None:
-        """Save a search that is under way, if it is time.
-
-        Args:
-            block: the next rows of the basis, (b, p).
-            position: the numbers of the search.
-        """
+        """Save a search, if it is time: the `block` is the next rows of the basis, (b, p)."""
         if at_once or self._checkpoint.is_due():
             tensors = {f"basis.{k}": panel for k, panel in enumerate(basis.panels)}
             self._save(dict(position), {**tensors, "block": block, **projected.tensors()})
@@ -104,10 +95,9 @@ class Journal:
         block_size: int,
         position: Callable[..., T],
     ) -> tuple[Tensor, T] | None:
-        """Fill an empty basis and the rest from the saved search; None where there is none.
+        """Fill an empty basis and the rest from the saved search, where there is one.
 
-        Returns:
-            The block, and a `position` of its numbers.
+        Return the block, and the search's numbers as a `position`.
         """
         state, self._state = self._state, None
         if state is None:

@@ -167,27 +167,16 @@ def block_krylov(
 
 @dataclass
 class Position:
-    """The numbers of a search, beside its basis and its projected matrix.
+    """The numbers of a search, beside its basis and its projected matrix."""
 
-    Attributes:
-        next_check: rows of the basis at which Ritz pairs are computed again.
-        norm: the largest entry of the projected matrix; rounding is relative to it.
-        least: the smallest Ritz value so far.
-        converged: pairs.
-        restarts: of the basis.
-        distance: the smallest so far (see `Ritz.distance`), but for falls of less than a tenth.
-        since: restarts since then.
-        products: that were done then.
-    """
-
-    next_check: int
-    norm: float = 0.0
-    least: float = math.inf
+    next_check: int  # rows of the basis at which Ritz pairs are computed again
+    norm: float = 0.0  # the largest entry of the projected matrix; rounding is relative to it
+    least: float = math.inf  # the smallest Ritz value so far
     converged: int = 0
     restarts: int = 0
-    distance: float = math.inf
-    since: int = 0
-    products: int = 0
+    distance: float = math.inf  # the smallest so far, but for falls of less than a tenth
+    since: int = 0  # restarts since then
+    products: int = 0  # that were done then
 
     def stands_still(self, distance: float, products: int, max_vectors: int) -> bool:
         """Return whether restarts no longer help: a cluster that the basis cannot hold."""
@@ -309,11 +298,9 @@ def _to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
 
 
 def _found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: float) -> EigenPairs:
-    """Return the `rank` largest Ritz pairs; their vectors take the place of the basis.
+    """Return the `rank` largest Ritz pairs, and those of the lower end that are known as well.
 
-    Args:
-        least: the smallest Ritz value so far.
-        tolerance: for the eigenvalues of the lower end that are known as well.
+    Their vectors take the place of the basis.
     """
     values = ritz.values.flip(0)[:rank]
     basis.keep(ritz.coordinates.flip(1)[:, :rank])

@@ -174,10 +174,6 @@ class EigenPairs:
         whole = len(self.values) + len(self.smallest) == self.vectors.shape[1]
         return self.least if whole else None
 
-    def shifted(self, shift: float) -> EigenPairs:
-        """Return the eigenpairs of A + shift·I: the same vectors, the values moved."""
-        return self.mapped(1.0, shift)
-
     def mapped(self, factor: float, shift: float) -> EigenPairs:
         """Return the eigenpairs of factor·A + shift·I, factor > 0."""
         values = factor * self.values + shift
@@ -320,16 +316,13 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
 
 
 def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool = False) -> None:
-    """Warn where eigenvalues cannot serve a covariance, or void its error bound.
+    """Warn where eigenvalues of the named matrix cannot serve a covariance, or void its bound.
 
     Products are right to eps·‖A‖, an eigenvalue λ to eps·‖A‖/λ of itself, and error bars in its
     direction to about as much.
 
     Args:
-        name: of the matrix.
-        pairs: its eigenpairs.
-        l2: λ.
-        was_moved: whether the pairs were solved at another λ.
+        was_moved: whether the pairs were solved at another λ than `l2`.
     """
     values, dtype = pairs.values, pairs.vectors.dtype
     if was_moved:
@@ -345,9 +338,8 @@ def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool =
     eps = torch.finfo(dtype).eps
     lost = eps * float(values[0].abs()) / l2
     if lost > _LOST:
-        advice = "Scale the inputs"
-        if dtype != torch.float64:
-            advice = f"Use {option('dtype', torch.float64)}"
+        wider = f"Use {option('dtype', torch.float64)}"
+        advice = wider if dtype != torch.float64 else "Scale the inputs"
         warn(
             f"Expected a largest eigenvalue of the {name} of at most {_LOST / eps:.1g}·λ, which "
             f"{dtype} can tell λ from, got {float(values[0]):.3g} for λ = {l2:g}: rounding can "
@@ -360,8 +352,7 @@ def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool =
     if negative:
         warn(
             f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
-            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail, which "
-            "counts as the harmonic mean of λ and the last positive one; "
+            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail; "
             f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
             SpectrumWarning,
         )
@@ -389,10 +380,9 @@ def audit(
         seed: of the signs.
 
     Returns:
-        `orthogonality`, the largest entry of |QQᵀ − I|, and `orthogonality_norm`, its norm;
-        `product_rounding`, what rounding in products may add to ‖Aq − λq‖; `residual_rms`, the
-        root mean square of that; `largest_residual` as the solver reported it; and two limits:
-        some times what the solver promised, and the rounding of a product.
+        `orthogonality`, the largest entry of |QQᵀ − I|; `orthogonality_norm`; what rounding may add
+        to ‖Aq − λq‖, `product_rounding`; its root mean square, `residual_rms`; the solver's
+        `largest_residual`; and limits: some times what it promised, and the rounding of a product.
     """
     vectors = pairs.vectors
     gram = space.inner(vectors, vectors)
@@ -400,8 +390,7 @@ def audit(
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
     signs = signs.to(vectors.device, vectors.dtype)
-    image = matmat((signs @ vectors)[None])[0]
-    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
+    rest = matmat((signs @ vectors)[None])[0] - (signs * pairs.values.to(vectors.dtype)) @ vectors
     usual = default_tolerance(vectors.dtype)
     tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
     promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)

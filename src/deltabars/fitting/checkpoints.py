@@ -85,14 +85,13 @@ def opened(checkpoint: Checkpoint, group: Group) -> Iterator[Session]:
     folder = Path(given.path)
     with ExitStack() as stack:
         if group.is_first:
-            if not folder.is_dir():
-                check_parent(folder, "checkpoint")
-                try:
-                    folder.mkdir(exist_ok=True)
-                except OSError as error:
-                    raise StorageError(
-                        f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
-                    ) from error
+            check_parent(folder, "checkpoint")
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
+                ) from error
             stack.enter_context(locked(folder))
             remove_left(folder)
         group.broadcast_object(None)  # the folder is there
@@ -126,20 +125,17 @@ class Session:
                     f"checkpoint: expected states of {group.size} processes, got {path}, of "
                     f"{match[2] or 1}. Start as many, or give another folder."
                 )
-            if match is not None and path in (self.path(match[1]), self.path(match[1], new=True)):
+            if match is not None and path in self.paths(match[1]):
                 with suppress(CorruptFileError):  # a warning follows when it is resumed
                     header = storage.read_header(path)
-                    if isinstance(header.get("number"), int):
+                    own = header.get("file") == self.paths(match[1])[0].name
+                    if own and isinstance(header.get("number"), int):
                         self.headers[path], budget = header, header.get("memory_budget")
         whole = isinstance(budget, int) and budget > 0
         self.memory_budget: int | None = group.broadcast_object(budget if whole else None)
 
     def begin(self, identity: Mapping[str, Any], memory_budget: int) -> None:
-        """Compare every state in the folder with this fit.
-
-        Raises:
-            CheckpointMismatchError: one is of another; the message names what differs.
-        """
+        """Refuse states of another fit, with the names of what differs."""
         self._identity = json.loads(json.dumps(identity))  # as it is read: lists for tuples
         self.memory_budget = memory_budget
         for header in self.headers.values():
@@ -150,9 +146,10 @@ class Session:
         """Return the checkpoint of one matrix's eigenpairs."""
         return MatrixCheckpoint(self, matrix)
 
-    def path(self, matrix: str, new: bool = False) -> Path:
-        """Return the file of a state, or the new one that is to take its place."""
-        return self._folder / f"{matrix}{self._ending}{'.new' * new}.safetensors"
+    def paths(self, matrix: str) -> tuple[Path, Path]:
+        """Return the file of a state, and the new one that is to take its place."""
+        stem = f"{matrix}{self._ending}"
+        return self._folder / f"{stem}.safetensors", self._folder / f"{stem}.new.safetensors"
 
     def is_due(self) -> bool:
         """Return whether it is time to save."""
@@ -162,25 +159,25 @@ class Session:
 
     def write(self, matrix: str, header: Mapping[str, Any], state: State) -> None:
         """Write a state, in all processes or in none; warn once where that fails."""
-        began, path, problem = time.monotonic(), self.path(matrix, new=True), ""
+        began, (path, new), problem = time.monotonic(), self.paths(matrix), ""
         content = {
             **header,
-            "kind": "checkpoint",
+            "file": path.name,  # its content under another name is refused
             "identity": self._identity,
             "memory_budget": self.memory_budget,
             "numbers": dict(state.numbers),
         }
         try:
-            storage.write(path, content, state.tensors)
+            storage.write(new, content, state.tensors)
         except (StorageError, OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, StorageError | OSError) and not ran_out(error):
                 raise
             problem = str(error).rstrip(".")
         problem = next(filter(None, self.group.gather_objects(problem)), "")
         if not problem:
-            os.replace(path, self.path(matrix))
+            os.replace(new, path)
         else:
-            path.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             if not self._has_warned:
                 warn(
                     f"checkpoint: expected to save the state of the fit, got an error ({problem}); "
@@ -228,8 +225,6 @@ class MatrixCheckpoint:
                 growth.look_back(tensors["growth"])
             parts = {name: tensors[name].to(device) for name in OF_PAIRS}
             pairs = EigenPairs(statistics=numbers["statistics"], **parts)
-            if len(pairs.vectors) != len(pairs.values):
-                raise ValueError("another number of eigenvectors")
             return pairs, dict(numbers["diagnostics"])
 
     def finish(
@@ -245,11 +240,10 @@ class MatrixCheckpoint:
     def _newest(self) -> tuple[Mapping[str, Any], State | None]:
         """Read the newest state that all processes have; warn where there is none that is whole."""
         session, problem = self._session, ""
-        files = [session.path(self._matrix, new) for new in (False, True)]
-        headers = {path: session.headers[path] for path in files if path in session.headers}
-        mine = {header["number"]: path for path, header in headers.items()}
-        if any(path.exists() and path not in headers for path in files):
-            problem = "its header cannot be read"
+        files = [path for path in session.paths(self._matrix) if path.exists()]
+        mine = {session.headers[p]["number"]: p for p in files if p in session.headers}
+        if not all(path in session.headers for path in files):
+            problem = "it cannot be read, or has the name of another"
         everywhere = session.group.gather_objects(set(mine))
         common = set.intersection(*everywhere)
         found: tuple[Mapping[str, Any], State | None] = {}, None
@@ -273,14 +267,10 @@ class MatrixCheckpoint:
 
 
 def identity_of(record: Mapping[str, Any], problem: Problem, probe: int | None) -> dict[str, Any]:
-    """Return what a checkpoint has to share with a fit, by the names of `fit`'s arguments.
+    """Return what a checkpoint has to share with a fit, from its manifest and its probe's print.
 
     The device, the batch size and the number of threads change last bits alone and are left out.
     The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
-
-    Args:
-        record: the manifest of the fit.
-        probe: the fingerprint of the probe of `rank="auto"`.
     """
     options = {k: v for k, v in record["options"].items() if k not in _MAY_CHANGE}
     return {

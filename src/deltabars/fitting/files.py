@@ -43,7 +43,6 @@ from deltabars.runtime.vectors import (
     PartedVectors,
     ShardedVectors,
     add_inner,
-    blocks,
     columns,
     group_of,
     ranges,
@@ -65,7 +64,7 @@ _ROUNDING_UP = 1 + 1e-3  # of norms that are computed in float32 and float64
 
 _LONGEST_NAME, _MOST_DIMENSIONS = 200, 25
 _SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
-_COMPARED = 8  # vectors, to one another
+_COMPARED, _AT_ONCE = 8, 1 << 20  # vectors, to one another; numbers of all of them
 # Looked up here, because to ask torch for a name from a file may import a module.
 _TYPES = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _COMPUTED = {"torch.float32": torch.float32, "torch.float64": torch.float64}
@@ -83,10 +82,11 @@ def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) ->
     most = read_bytes(max_file_size, "max_file_size")
     width = sum(len(pairs) * types[name].itemsize for name, pairs in spectra.items())
     group = group_of(spectra)
-    in_folder = width * size > most or os.path.isdir(target) or str(path).endswith(os.sep)
-    in_folder = in_folder or group.size > 1
-    plain = not in_folder and not any(pairs.rounding for pairs in spectra.values())
-    plain = plain and all(types[name] == pairs.vectors.dtype for name, pairs in spectra.items())
+    is_asked = os.path.isdir(target) or str(path).endswith(os.sep)
+    in_folder = is_asked or width * size > most or group.size > 1
+    plain = not in_folder and all(
+        types[name] == pairs.vectors.dtype and not pairs.rounding for name, pairs in spectra.items()
+    )
     with full_precision(state.network.device):
         losses = {n: _measured_loss(pairs.vectors, types[n]) for n, pairs in spectra.items()}
         header, tensors = _head_of(state, {} if plain else types, losses)
@@ -127,14 +127,10 @@ def _own_files(
     ]
     for number, (rank, start, stop) in enumerate(files, 1):
         if rank == group.rank:
-            matrices = {}
-            for name, pairs in state.spectra.items():
-                vectors: Basis = pairs.vectors
-                shift = 0
-                if isinstance(vectors, ShardedVectors):
-                    shift = vectors.space.own.start
-                    vectors = vectors.part
-                matrices[name] = _rounded(vectors, start - shift, stop - shift, types[name])
+            matrices = {
+                name: _rounded(pairs.vectors, start, stop, types[name])
+                for name, pairs in state.spectra.items()
+            }
             yield number, len(files), matrices, start, stop
 
 
@@ -153,6 +149,9 @@ def _stored_dtype(asked: Any, vectors: Basis) -> torch.dtype:
 
 def _rounded(vectors: Basis, start: int, stop: int, dtype: torch.dtype) -> Tensor:
     """Round the columns `start` to `stop` to a type, (K, p), on the CPU; block by block."""
+    if isinstance(vectors, ShardedVectors):
+        shift = vectors.space.own.start
+        return _rounded(vectors.part, start - shift, stop - shift, dtype)
     if isinstance(vectors, Tensor) and vectors.dtype == dtype:
         return vectors[:, start:stop]
     result = torch.empty(vectors.shape[0], stop - start, dtype=dtype)
@@ -402,8 +401,9 @@ def _check_pairs(name: str, pairs: EigenPairs, size: int) -> None:
     some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
     squares = torch.zeros(count, dtype=torch.float64)
     products = torch.zeros(len(some), len(some), dtype=torch.float64)
-    for indices in blocks(vectors):  # a file of them may be larger than the memory
-        rows = vectors.columns(indices)
+    step = max(1, _AT_ONCE // count)
+    for start in range(0, size, step):  # a file of them may be larger than the memory
+        rows = vectors.columns(slice(start, start + step))
         squares += torch.linalg.vector_norm(rows, dim=1).double().square()
         products += (rows[some] @ rows[some].T).double()
     slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)

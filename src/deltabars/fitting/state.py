@@ -18,11 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance.base import Defects
+from deltabars.covariance.base import Covariance, Defects
 from deltabars.covariance.estimators import (
     DEFAULT_ESTIMATOR,
     ESTIMATORS,
-    Covariance,
     build_covariance,
 )
 from deltabars.curvature.pullback import Pullback

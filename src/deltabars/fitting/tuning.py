@@ -52,7 +52,7 @@ def with_l2(state: State, l2: L2Rates) -> State:
     """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
     prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
     shift = prior.level - state.level
-    spectra = {name: pairs.shifted(shift) for name, pairs in state.spectra.items()}
+    spectra = {name: pairs.mapped(1.0, shift) for name, pairs in state.spectra.items()}
     for name, pairs in spectra.items():
         warn_about_values(name, pairs, prior.level, was_moved=True)
     diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}

@@ -37,9 +37,6 @@ def read_mnist(
         folder: holds the idx files as they are downloaded, plain or gzipped.
         part: `"train"` (60,000 scans) or `"test"` (10,000).
         count: how many, from the first on; all by default.
-
-    Raises:
-        DataError: a file is missing, truncated, or not what its name says.
     """
     _check_part(part)
     parts = []
@@ -64,11 +61,7 @@ def read_mnist(
 def read_cifar10(
     folder: Path, part: str = "train", count: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Read CIFAR-10's images (n, 3, 32, 32) with pixels in [0, 1], and their classes (n,).
-
-    As `read_mnist`, from the binary batches as they are unpacked (data_batch_1.bin …
-    test_batch.bin).
-    """
+    """Read CIFAR-10's images (n, 3, 32, 32), as `read_mnist`, from its unpacked binary batches."""
     _check_part(part)
     batches = []
     for name in _CIFAR10_FILES[part]:
@@ -87,15 +80,7 @@ def read_cifar10(
 
 
 def read_idx(path: Path, count: int | None = None) -> Tensor:
-    """Read the items (n, …) of an idx file of bytes, plain or gzipped, as uint8.
-
-    Args:
-        path: the file; its content says whether it is gzipped.
-        count: how many items, from the first on; all by default.
-
-    Raises:
-        DataError: the file is missing, truncated, too long, or not an idx file of bytes.
-    """
+    """Read all or the first items (n, …) of an idx file of bytes, plain or gzipped, as uint8."""
     with _opened(path, "idx file", "one") as raw:
         length = length_of(raw)
         is_zipped = raw.read(2) == b"\x1f\x8b"
@@ -116,7 +101,7 @@ def _items(file: Any, path: Path, most: int) -> Tensor:
     lengths = file.read(4 * head[3])
     if len(lengths) < 4 * head[3]:
         raise DataError(f"idx file: expected {head[3]} dimensions, got {path} cut short.")
-    shape = [int(length) for length in np.frombuffer(lengths, dtype=">u4")]
+    shape = np.frombuffer(lengths, dtype=">u4").tolist()
     size = math.prod(shape)
     if size > most:
         raise DataError(

@@ -66,11 +66,7 @@ SMALL = Size(
     initialisations=2, hessians=2, hessian_rank=None, bootstrap=2, samples=20,
 )  # fmt: skip
 MNIST = Recipe(
-    name="mnist",
-    title="MNIST",
-    read=read_mnist,
-    channels=1,
-    side=28,
+    name="mnist", title="MNIST", read=read_mnist, channels=1, side=28,
     class_names=tuple("0123456789"),
     size=Size(
         name="paper", train_images=60_000, test_images=10_000,
@@ -80,11 +76,7 @@ MNIST = Recipe(
     ),
 )  # fmt: skip
 CIFAR10 = Recipe(
-    name="cifar10",
-    title="CIFAR-10",
-    read=read_cifar10,
-    channels=3,
-    side=32,
+    name="cifar10", title="CIFAR-10", read=read_cifar10, channels=3, side=32,
     class_names=(
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -123,20 +123,16 @@ def _estimators(experiment: Experiment) -> Content:
 
 
 def _ensembles(experiment: Experiment) -> Content:
-    panels = list(_ensemble_panels(experiment))
-    return (panels, f"{experiment.recipe.title} test set") if panels else None
-
-
-def _ensemble_panels(experiment: Experiment) -> Iterator[Comparison]:
-    own, size = experiment.predictions("test"), experiment.size
+    own, size, panels = experiment.predictions("test"), experiment.size, []
     for initial in INITIAL_WEIGHTS if size.bootstrap else ():
         title = f"{size.bootstrap} bootstraps, {initial} start"
         stds = own["sandwich_std"], experiment.bootstrap(size.bootstrap, initial)["std"]
-        yield _comparison(title, *stds, "std, Delta (Sandwich)", "std, bootstrap")
+        panels.append(_comparison(title, *stds, "std, Delta (Sandwich)", "std, bootstrap"))
     for name, (words, *_) in SAMPLERS.items() if size.samples else ():
         stds = own["opg_std"], experiment.samples(size.samples, "opg", name)["std"]
         title = f"{size.samples} samples, {words}"
-        yield _comparison(title, *stds, "std, Delta (OPG)", "std, sampler")
+        panels.append(_comparison(title, *stds, "std, Delta (OPG)", "std, sampler"))
+    return (panels, f"{experiment.recipe.title} test set") if panels else None
 
 
 _FIGURES: dict[str, tuple[Callable[..., Any], Callable[[Experiment], Content]]] = {

@@ -267,8 +267,8 @@ class Experiment:
     def _ensemble(self, networks: Iterable[PaperNetwork]) -> Arrays:
         """Return mean and std (n, C) of the test probabilities, and each network's accuracy."""
         images, labels = self.data["test"]
-        images = images.to(self.device)
-        found = torch.stack([probabilities(network, images) for network in networks]).double()
+        there = images.to(self.device)
+        found = torch.stack([probabilities(network, there) for network in networks]).double()
         right = found.argmax(-1).cpu() == labels
         arrays = _arrays({"std": found.std(0).float(), "mean": found.mean(0).float()})
         return arrays | {"accuracy": right.double().mean(1).numpy()}

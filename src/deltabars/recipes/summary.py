@@ -112,26 +112,20 @@ def of_predictions(
 
 def of_foreign(found: Arrays) -> dict[str, Any]:
     """Return the foreign image's scores over K, beside the highest ones of training."""
-    return {
-        "ranks": found["ranks"].tolist(),
-        **{name: _numbers(found[name]) for name in ("full", "low_rank")},
-        "highest_training_scores": _numbers(found["references"][:, -1]),
-    }
+    scores = {name: _numbers(found[name]) for name in ("full", "low_rank")}
+    highest = _numbers(found["references"][:, -1])
+    return {"ranks": found["ranks"].tolist(), **scores, "highest_training_scores": highest}
 
 
 def of_initialisations(found: Sequence[Arrays]) -> dict[str, Any]:
     """Return the eigenvalues of each initialisation, and how well each was trained."""
     hessians = [each for each in found if "hessian" in each]
-    return {
-        "networks": len(found),
-        "hessians": len(hessians),
-        **{name: [float(each[name]) for each in found] for name in ("cost", "gradient_norm")},
-        "opg": [_numbers(each["opg"], 5) for each in found],
-        **{
-            name: [_numbers(each[name], 5) for each in hessians]
-            for name in ("hessian", "hessian_smallest")
-        },
-    }
+    results: dict[str, Any] = {"networks": len(found), "hessians": len(hessians)}
+    for name in ("cost", "gradient_norm"):
+        results[name] = [float(each[name]) for each in found]
+    for name, some in (("opg", found), ("hessian", hessians), ("hessian_smallest", hessians)):
+        results[name] = [_numbers(each[name], 5) for each in some]
+    return results
 
 
 def of_ensemble(found: Arrays) -> dict[str, float]:

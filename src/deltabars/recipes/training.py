@@ -43,9 +43,7 @@ def train(
         rows: the indices (M, N) of each network's examples, such as a bootstrap's; all by default.
 
     Returns:
-        The trained networks in eval mode.
-
-    Cost: M·steps·100 gradients, and the memory of the activations of M·100 examples.
+        The trained networks in eval mode, after M·steps·100 gradients.
     """
     first = [step for step, _ in schedule]
     if steps < 1 or first[:1] != [0] or first != sorted(set(first)):

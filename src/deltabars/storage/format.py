@@ -71,8 +71,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
     Raises:
         CorruptFileError: the file is not a deltabars file, truncated, or altered.
-        FormatVersionError: it was written in a newer format.
-        StorageError: it cannot be opened.
+        FormatVersionError, StorageError: it is of a newer format; it cannot be opened.
     """
     header, mapped = read_mapped(path)
     del header["digest"]
@@ -148,12 +147,7 @@ def write_part(
 ) -> dict[str, Any]:
     """Write the columns `start` to `stop` of the eigenvectors, (K, p) by matrix, to a file.
 
-    Args:
-        folder: where; it exists.
-        number, count: the file's number, from 1 on, of so many.
-
-    Returns:
-        The entry of the file in the index.
+    It is the file `number`, from 1 on, of `count`. Return its entry in the index.
     """
     name = f"vectors-{number:05d}-of-{count:05d}.safetensors"
     tensors = {f"{matrix}{_VECTORS}": rows for matrix, rows in matrices.items()}
@@ -192,12 +186,8 @@ def is_fit_folder(path: Path) -> bool:
 def read_fit(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts]:
     """Read the header and the small tensors of a fit, and map its eigenvectors.
 
-    Every file is read through, for its digest. Memory: that of the small tensors.
-
-    Raises:
-        CorruptFileError: a file is altered, or the files of a folder do not belong together.
-        FormatVersionError: it was written in a newer format.
-        StorageError: a file cannot be opened.
+    Every file is read through, for its digest. Memory: that of the small tensors. Errors as for
+    `read`; likewise where the files of a folder do not belong together.
     """
     if os.path.isdir(path):  # False for names that no file can have
         return _read_folder(path)

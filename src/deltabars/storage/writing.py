@@ -77,16 +77,9 @@ def locked(
     user: str = "fit",
     error: type[StorageError] = CheckpointInUseError,
 ) -> Iterator[None]:
-    """Hold a folder's lock.
+    """Hold the lock `file` of a folder that one process, and one thread of it, may use at a time.
 
-    Args:
-        folder: that one process at a time may use.
-        file: the lock's name in it.
-        what, user, error: for messages: what the folder is, what uses it, and the kind of error.
-
-    Raises:
-        CheckpointInUseError, or `error`: another process, or another thread of this one, holds it.
-        StorageError: the folder cannot be written to.
+    `what` the folder is, what `user` it has, and the kind of `error` are for messages.
     """
     with ExitStack() as stack:
         try:
@@ -154,12 +147,7 @@ def _remove_draft(draft: Path) -> None:
 def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     """Write a file whole or not at all: to a draft beside it, which then takes its place.
 
-    Args:
-        path: the file.
-        writer: writes to the path that it is given, whose name ends as that of `path`.
-
-    Raises:
-        StorageError: the file cannot be written.
+    The `writer` writes to the path that it is given, whose name ends as that of `path`.
     """
     if "\0" in str(path):
         raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
@@ -192,13 +180,10 @@ def write_whole_folder(
     """Write a folder whole or not at all: beside its place, which it then takes.
 
     Args:
-        path: the folder, on a disk that all processes see.
+        path: the folder, on a disk that all processes of the group see.
         writer: writes into the new folder that it is given; called by all processes.
         group: the processes that write.
         replace: whether an existing folder may be replaced.
-
-    Raises:
-        StorageError: it cannot be written.
     """
     folder = path.absolute()
     draft = folder
@@ -263,11 +248,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def check_can_write(path: Path, option: str) -> None:
-    """Refuse at once what could not be written at the end.
-
-    Raises:
-        StorageError: the folder does not exist or cannot be written to, or the path is a folder.
-    """
+    """Refuse at once, by a StorageError, a file that could not be written at the end."""
     if path.is_dir():
         raise StorageError(f"{option}: expected the name of a file, got the folder {path}.")
     check_parent(path, option)
