@@ -37,10 +37,6 @@ _COPIES = 6  # of the activations of a chunk, that derivatives take about
 _PROBE = 64  # examples that the model is tried on
 _AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of the best constant outputs
-TRAIN_ON = (
-    "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
-    "SGD and Adam; not of AdamW)."
-)
 
 
 class Totals(NamedTuple):
@@ -62,26 +58,20 @@ class Problem:
     """Everything that the curvature of a training cost depends on, checked.
 
     Args:
-        model: a module that returns outputs (B, C), which is never altered; or a captured one.
-        data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, a Loss, or the loss
-            module of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
+        model, data, likelihood, l2, device, dtype, memory_budget, deterministic,
+            allow_probabilities: as for `deltabars.fit`; a captured model or a Loss will do, too.
         parameters: which parameters count (see `ParameterSpace.select`).
-        l2: λ > 0 of the cost, or a mapping from name patterns to the λs of their parameters; with a
-            loss module, of the cost that has that module for its loss.
-        device, dtype: where and how precisely to compute; the model's own by default.
-        memory_budget: bytes that caches may take; half of the free memory by default.
         chunk_size: examples that are processed at a time; by default as many as the memory budget
             has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all the
             same, half as many are tried, with a warning.
-        deterministic: the same bits each time on a GPU too (see `fit`).
-        allow_probabilities: take outputs that look like probabilities for logits all the same.
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
+        parameters: those that count, P in number, and their positions in the flat vector.
         likelihood: with weights, if any, of mean one over the data.
         given_l2: λ as it was given.
         prior: λ of the cost above: the given one, unless a loss module reduces in another way.
+        l2: λ, in the coordinates that derivatives are taken in (see `Prior`).
         train_accuracy: on the training data; None where targets are no labels.
         constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
         ranges: of the first inputs (see `behaviour`).
@@ -123,21 +113,23 @@ class Problem:
         given = l2 if isinstance(l2, Prior) else Prior.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
+        self.device, self.dtype = network.device, network.dtype
+        self.parameters = network.parameters
+        self.num_parameters = self.parameters.size
         self._check_same_everywhere((loss.divided_by, loss.multiple))
         self.memory_budget = _budget(memory_budget, self.device, self.group)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
-            raise BadValueError(
-                f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
-            )
+            raise BadValueError(f"batch_size: expected a whole number above 0, got {chunk_size!r}.")
         report = on_progress or (lambda done, what: None)
-        room = share(self.memory_budget, DATA)
-        data, source = as_tensors(data), "whole"
+        room, source, counted = share(self.memory_budget, DATA), "whole", self.likelihood.counted
+        data = as_tensors(data)
         check_can_be_read_again(data)
         if self.group.size > 1:
             data, source = own_part(data, self.group)
         self.data = TrainingData(
-            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted, source
+            data, self.device, self.dtype, room, report, self.group, counted, source
         )
+        self.num_examples = self.data.num_examples
         self.num_outputs = 0  # until the model is tried
         first = next(iter(self.chunks(_PROBE)))
         self.ranges = ranges_of(first.inputs)
@@ -163,17 +155,8 @@ class Problem:
         self.constant_answer = self.likelihood.constant_answer(totals.moments, self.num_examples)
         self._data_gradient = (totals.gradient / weight).to(self.dtype)
         self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, weight))
+        self.l2 = self.prior.level
         self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
-
-    @property
-    def parameters(self) -> ParameterSpace:
-        """The parameters that count, and their positions in the flat vector."""
-        return self.network.parameters
-
-    @property
-    def num_parameters(self) -> int:
-        """P."""
-        return self.parameters.size
 
     @property
     def num_reached(self) -> int:
@@ -181,29 +164,9 @@ class Problem:
         return self.num_parameters if self.reached is None else len(self.reached)
 
     @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.data.num_examples
-
-    @property
-    def l2(self) -> float:
-        """λ, in the coordinates that derivatives are taken in (see `Prior`)."""
-        return self.prior.level
-
-    @property
     def penalty(self) -> float:
         """½ Σ λᵢωᵢ² at ω̂: the part of the cost that is not the mean loss."""
         return 0.5 * float(self.network.point.double() @ self._pull.double())
-
-    @property
-    def device(self) -> torch.device:
-        """Where to compute."""
-        return self.network.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How precisely to compute."""
-        return self.network.dtype
 
     @property
     def gradient(self) -> Tensor:
@@ -260,52 +223,47 @@ class Problem:
         Args:
             far: how far predictions at the optimum are, in words; empty where it is not known.
         """
-        chance = self._advice_on_chance() if self.is_at_chance else ""
-        moved = f": {far}" if far else ""
+        chance = mode = ""
+        if self.is_at_chance:
+            accuracy, loss = self.constant_answer
+            found, best = f"a mean loss of {self.mean_loss:.4g}", f"{loss:.4g}"
+            if self.train_accuracy is not None:
+                found = f"a training accuracy of {self.train_accuracy:.1%} and {found}"
+                best = f"{accuracy:.1%}, {best}"
+            chance = (
+                f"Expected weights that were trained on these data, got {found}, which is that of "
+                f"chance (the best constant outputs have {best}). Load the trained weights, and "
+                f"prepare inputs and targets as in training.{self._pixels} "
+            )
+        names = {type(module).__name__ for module in self.network.model.modules()}
+        kinds = sorted(name for name in names if "BatchNorm" in name or "Dropout" in name)
+        if kinds:
+            last = set(LastLayer().names(self.network.model))
+            other = f", or take {option('params', LastLayer())}, which is less affected"
+            mode = (
+                f" The model has {' and '.join(kinds)}, so the cost it was trained with is not "
+                "quite this one, of eval mode: train on for a while in eval mode"
+                f"{'' if last.issuperset(self.parameters.names) else other}."
+            )
         warn(
             f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
             f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
-            f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
-            f"{self._advice_on_training_mode()}",
+            f"{self.relative_gradient:.0%} of the sum of its two parts{far and f': {far}'}. Train "
+            "on with this cost, or give the l2 that the network was trained with (weight_decay of "
+            f"SGD and Adam; not of AdamW).{mode}",
             OptimumWarning,
-        )
-
-    def _advice_on_chance(self) -> str:
-        accuracy, loss = self.constant_answer
-        found, best = f"a mean loss of {self.mean_loss:.4g}", f"{loss:.4g}"
-        if self.train_accuracy is not None:
-            found = f"a training accuracy of {self.train_accuracy:.1%} and {found}"
-            best = f"{accuracy:.1%}, {best}"
-        return (
-            f"Expected weights that were trained on these data, got {found}, which is that of "
-            f"chance (the best constant outputs have {best}). Load the trained weights, and "
-            f"prepare inputs and targets as in training.{self._pixels} "
-        )
-
-    def _advice_on_training_mode(self) -> str:
-        names = {type(module).__name__ for module in self.network.model.modules()}
-        kinds = sorted(name for name in names if "BatchNorm" in name or "Dropout" in name)
-        if not kinds:
-            return ""
-        last = set(LastLayer().names(self.network.model))
-        other = f", or take {option('params', LastLayer())}, which is less affected"
-        return (
-            f" The model has {' and '.join(kinds)}, so the cost it was trained with is not quite "
-            "this one, of eval mode: train on for a while in eval mode"
-            f"{'' if last.issuperset(self.parameters.names) else other}."
         )
 
     def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
         """Refuse a process with another model or other options."""
-        network = self.network
-        state = {**network.trained, **network.constants}
+        state = {**self.network.trained, **self.network.constants}
         options = {
             "model": sorted((name, tuple(value.shape)) for name, value in state.items()),
-            "params": list(network.trained),
+            "params": self.parameters.names,
             "l2": dict(self.given_l2) if isinstance(self.given_l2, Mapping) else self.given_l2,
             "likelihood": (told_apart(self.likelihood), reduction),
-            "dtype": network.dtype,
-            "device": network.device.type,
+            "dtype": self.dtype,
+            "device": self.device.type,
         }
         check_same_options(self.group, options)
 
@@ -345,10 +303,8 @@ class Problem:
         targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
         self.likelihood.check_targets(outputs, targets)
         if not allow_probabilities and self.likelihood.are_probabilities(outputs, targets):
-            is_softmax = outputs.shape[1] > 1 and self.likelihood.name == "categorical"
-            what = "rows that are non-negative and sum to one"
-            end, inverse = "softmax", "torch.log"
-            if not is_softmax:
+            what, end, inverse = "rows that sum to one", "softmax", "torch.log"
+            if self.likelihood.name != "categorical":
                 what, end, inverse = "probabilities between 0 and 1", "sigmoid", "torch.logit"
             raise ModelError(
                 f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
@@ -360,7 +316,7 @@ class Problem:
     def _check_dependence(self, batch: Batch) -> None:
         """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
         weights = torch.arange(1, self.num_outputs + 1, device=self.device)
-        if not bool(self.network.gradient(batch.inputs, lambda z: (z * weights).sum()).any()):
+        if not self.network.gradient(batch.inputs, lambda z: (z * weights).sum()).any():
             raise ModelError(
                 "Model output: expected one that depends on the selected parameters, got "
                 "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
@@ -368,10 +324,7 @@ class Problem:
             )
 
     def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
-        """Sum over all examples, with every output, target and loss checked.
-
-        Brings weights of examples to a mean of one.
-        """
+        """Sum over all examples, all checked; bring their weights to a mean of one."""
         totals: Totals | None = None
         for part in self.chunk_size.each(self.chunks(), self._totals_of):
             totals = part if totals is None else Totals(*map(torch.add, totals, part))
