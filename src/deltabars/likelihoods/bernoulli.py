@@ -63,11 +63,9 @@ class Bernoulli(Likelihood):
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = None if self.pos_weight is None else outputs.new_tensor(self.pos_weight)
         loss = F.binary_cross_entropy_with_logits(
-            outputs,
-            targets.to(outputs.dtype),
-            pos_weight=None if self.pos_weight is None else outputs.new_tensor(self.pos_weight),
-            reduction="none",
+            outputs, targets.to(outputs.dtype), pos_weight=weight, reduction="none"
         ).sum(-1)
         return loss if self.scale == 1 else self.scale * loss
 

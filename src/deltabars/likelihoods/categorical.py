@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +98,9 @@ class Categorical(Likelihood):
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            outputs,
-            targets.long(),
-            weight=None if self.weight is None else outputs.new_tensor(self.weight),
-            label_smoothing=self.label_smoothing,
-            reduction="none",
-        )
+        weight = None if self.weight is None else outputs.new_tensor(self.weight)
+        options: Any = {"label_smoothing": self.label_smoothing, "reduction": "none"}
+        return F.cross_entropy(outputs, targets.long(), weight, **options)
 
     def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
         # To the rounding of bfloat16. (Log-probabilities are logits.)
@@ -176,10 +173,5 @@ def _read(module: nn.CrossEntropyLoss) -> Loss:
     return Loss(likelihood, divisor_of(module, "weights"))
 
 
-register(
-    Categorical(),
-    "ce",
-    {"label_smoothing": "label_smoothing", "class_weights": "weight"},
-    nn.CrossEntropyLoss,
-    _read,
-)
+_OPTIONS = {"label_smoothing": "label_smoothing", "class_weights": "weight"}
+register(Categorical(), "ce", _OPTIONS, nn.CrossEntropyLoss, _read)

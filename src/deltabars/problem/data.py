@@ -36,9 +36,7 @@ Ranges = tuple[tuple[tuple[int, ...], float, float], ...]  # by leaf: see `Signa
 
 def leaves(inputs: Inputs) -> list[Tensor]:
     """Return the tensors of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    return tree_leaves(inputs)
 
 
 def ranges_of(inputs: Inputs) -> Ranges:
@@ -53,11 +51,7 @@ def ranges_of(inputs: Inputs) -> Ranges:
 
 def map_leaves(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     """Apply `function` to each tensor of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return function(inputs)
-    if isinstance(inputs, dict):
-        return {name: function(leaf) for name, leaf in inputs.items()}
-    return tuple(function(leaf) for leaf in inputs)
+    return tree_map(function, inputs)
 
 
 @dataclass(frozen=True)
@@ -76,11 +70,6 @@ class Signature:
         dtypes = tuple(str(leaf.dtype) for leaf in parts)
         return cls(names, dtypes, tuple(tuple(leaf.shape[1:]) for leaf in parts))
 
-    @property
-    def count(self) -> int:
-        """How many tensors one example's input has."""
-        return len(self.dtypes)
-
     def merge(self, other: Signature) -> Signature:
         """Return the signature of two batches together; shapes that differ are left open."""
         if (self.names, self.dtypes) != (other.names, other.dtypes):
@@ -95,7 +84,7 @@ class Signature:
         """
         got = Signature.of(inputs)
         pairs = zip(self.dtypes, got.dtypes, self.shapes, got.shapes, strict=False)
-        if (self.names, self.count) == (got.names, got.count) and all(
+        if (self.names, len(self.dtypes)) == (got.names, len(got.dtypes)) and all(
             (a == b or ("float" in a and b == also)) and shape in (None, found)
             for a, b, shape, found in pairs
         ):
@@ -124,11 +113,11 @@ class Signature:
 
     def __str__(self) -> str:
         """Return one line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
-        names = self.names or ("",) * self.count
+        names = self.names or ("",) * len(self.dtypes)
         parts = []
         for name, dtype, shape in zip(names, self.dtypes, self.shapes, strict=True):
-            sizes = "…" if shape is None else ", ".join(map(str, shape))
-            parts.append(f"{name + ' ' if name else ''}{dtype} (B{', ' if sizes else ''}{sizes})")
+            sizes = ", ".join(map(str, ("B", "…") if shape is None else ("B", *shape)))
+            parts.append(f"{name} {dtype} ({sizes})".strip())
         return " and ".join(parts)
 
 
@@ -214,7 +203,7 @@ def _apart(raw: Any, signature: Signature) -> tuple[Any, Any]:
             targets, raw = raw[key], {name: raw[name] for name in raw if name != key}
     elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
         raw, targets = raw  # ((input, input), targets) or ({name: input}, targets)
-    elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
+    elif isinstance(raw, tuple | list) and len(raw) == len(signature.dtypes) + 1:
         raw, targets = tuple(raw[:-1]), raw[-1]
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
@@ -321,25 +310,15 @@ def plain(data: Any) -> Any:
     return tuple(map(plain, data)) if isinstance(data, tuple | list) else data
 
 
-def check_can_be_read_again(data: Any) -> None:
-    """Refuse data that one pass uses up."""
-    if isinstance(data, Iterator):
-        raise DataError(
-            "Data: expected data that can be read more than once, got a one-pass iterator "
-            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
-        )
-
-
 def check_not_batches(inputs: list[Any], signature: Signature) -> None:
     """Refuse a list of batches of inputs, whose last one would pass for targets."""
     last = inputs[-1] if inputs else None
-    if isinstance(last, Tensor) and len(inputs) == signature.count + 1:
+    if isinstance(last, Tensor) and len(inputs) == len(signature.dtypes) + 1:
         kind = (str(last.dtype), tuple(last.shape[1:]))
         if kind in zip(signature.dtypes, signature.shapes, strict=True):
             raise DataError(
-                "Inputs: expected inputs, or inputs and targets, got a list with one tensor of "
-                "inputs more than the model takes. Join batches with torch.cat, or give a "
-                "DataLoader."
+                "Inputs: expected inputs, or inputs and targets, got a tensor more than that. "
+                "Join batches with torch.cat, or give a DataLoader."
             )
 
 
@@ -386,12 +365,10 @@ class TrainingData:
     torch's generator differs from pass to pass, and is the same in every run.
 
     Attributes:
-        source: where the split between processes comes from (see `sharding.own_part`); `"whole"`
-            for one process.
-        num_examples: N, over all processes.
+        source: by whom they are split (see `sharding.own_part`); `"whole"` for one process.
+        num_examples, left_out: with a target (N) and without, over all processes.
         num_here: in this process; `counts` has them for every process.
         fingerprint: of all examples, in any order.
-        left_out: how many examples have no target, over all processes.
     """
 
     def __init__(

@@ -51,16 +51,9 @@ def _gru(a: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     return ((1 - u) * n + u * h,)
 
 
-def _cell(
-    step: Step,
-    inputs: Tensor,
-    state: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
+def _cell(step: Step, inputs: Tensor, state: Any, *weights: Any) -> Any:
     """Compute one step, as `torch.lstm_cell` and its like take it."""
+    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
     states = tuple(state) if isinstance(state, list | tuple) else (state,)
     new = step(F.linear(inputs, w_ih, b_ih), states, w_hh, b_hh)
     return new[0] if len(new) == 1 else new
@@ -136,7 +129,7 @@ def _embedding(
     rows = F.embedding(input, weight, None, max_norm, norm_type)
     if padding_idx is None:
         return rows
-    return rows.detach().where(_is_padding(input, weight, padding_idx)[..., None], rows)
+    return rows.detach().where((input == padding_idx % len(weight))[..., None], rows)
 
 
 def _embedding_bag(
@@ -161,17 +154,13 @@ def _embedding_bag(
     rows = F.embedding(input, weight, None, max_norm, norm_type)  # (B, L, D)
     counted = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
-        counted = ~_is_padding(input, weight, padding_idx)
+        counted = input != padding_idx % len(weight)
     if mode == "max":
         highest = rows.masked_fill(~counted[..., None], -torch.inf).amax(1)
         return highest.where(counted.any(1, keepdim=True), 0.0)
     scales = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = (rows * scales[..., None]).sum(1)
     return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
-
-
-def _is_padding(input: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    return input == padding_idx % weight.shape[0]
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

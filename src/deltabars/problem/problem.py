@@ -21,7 +21,6 @@ from deltabars.problem.data import (
     Batch,
     TrainingData,
     as_tensors,
-    check_can_be_read_again,
     leaves,
     map_leaves,
     ranges_of,
@@ -40,18 +39,11 @@ _HARDLY = 0.95  # of the mean loss of the best constant outputs
 
 
 class Totals(NamedTuple):
-    """Sums over examples.
+    """Sums over examples, in float64."""
 
-    Attributes:
-        sums: Σ lossₙ, Σ weightsₙ, how many labels are predicted right (NaN where targets are no
-            labels), and how many examples: (4,), float64.
-        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
-        moments: of the targets (see `Likelihood.constant_answer`).
-    """
-
-    sums: Tensor
-    gradient: Tensor
-    moments: Tensor
+    sums: Tensor  # (4,): of losses, weights, labels predicted right (or NaN), and examples
+    gradient: Tensor  # (P,): ∂(Σ lossₙ)/∂ω
+    moments: Tensor  # of the targets (see `Likelihood.constant_answer`)
 
 
 class Problem:
@@ -78,9 +70,6 @@ class Problem:
         reached: the indices in ω of the parameters that any output depends on, (P',), ascending;
             None for all.
         on_chunk: called with the number of examples of each chunk before it is processed.
-
-    Raises:
-        ModelError, DataError, BadValueError: with what was expected, found, and to be done.
 
     Cost: two passes over data that come from a loader, and one gradient; two where some parameters
     have a derivative of zero throughout.
@@ -123,7 +112,11 @@ class Problem:
         report = on_progress or (lambda done, what: None)
         room, source, counted = share(self.memory_budget, DATA), "whole", self.likelihood.counted
         data = as_tensors(data)
-        check_can_be_read_again(data)
+        if isinstance(data, Iterator):
+            raise DataError(
+                "Data: expected data that can be read more than once, got a one-pass iterator "
+                f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
+            )
         if self.group.size > 1:
             data, source = own_part(data, self.group)
         self.data = TrainingData(
@@ -146,7 +139,6 @@ class Problem:
             self.chunk_size = ChunkSize(size)
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
-            self._check_dependence(first)
             totals = self._read_losses(report)
             self.reached = self._find_reached(totals.gradient)
         loss_sum, weight, right, _ = totals.sums.tolist()
@@ -205,8 +197,7 @@ class Problem:
         """Whether the model is no better on its training data than the best constant outputs.
 
         By its mean loss; or by its accuracy, within two standard deviations of that many guesses,
-        where the loss is hardly better either. (Of classes that are very unequal a useful network
-        may always predict the largest.) At an optimum the cost was not worth more: λ is large.
+        where the loss is hardly better either. Not at an optimum: λ is large there.
         """
         accuracy, loss = self.constant_answer
         # A loss of 0 is that of targets that are all the same.
@@ -275,11 +266,9 @@ class Problem:
         few = map_leaves(lambda leaf: leaf.to(self.device), few)
         found = self.network.outputs(dict(self.network.trained), few).cpu()
         first, *others = self.group.gather_objects(found)
+        limits: Any = {"rtol": 1e-3, "atol": 1e-3 * float(first.abs().max()), "equal_nan": True}
         for rank, other in enumerate(others, 1):
-            same = other.shape == first.shape and torch.allclose(
-                other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
-            )
-            if not same:
+            if other.shape != first.shape or not torch.allclose(other, first, **limits):
                 raise ModelError(
                     "Model: expected the same weights and forward pass in every process, got other "
                     f"outputs in process {rank} than in process 0. Load the weights from one file."
@@ -313,16 +302,6 @@ class Problem:
             )
         return outputs.shape[1]
 
-    def _check_dependence(self, batch: Batch) -> None:
-        """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
-        weights = torch.arange(1, self.num_outputs + 1, device=self.device)
-        if not self.network.gradient(batch.inputs, lambda z: (z * weights).sum()).any():
-            raise ModelError(
-                "Model output: expected one that depends on the selected parameters, got "
-                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
-                "forward pass."
-            )
-
     def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
         """Sum over all examples, all checked; bring their weights to a mean of one."""
         totals: Totals | None = None
@@ -350,22 +329,20 @@ class Problem:
         """Sum over one chunk."""
         targets, likelihood = batch.targets, self.likelihood
         assert targets is not None
-        outputs = losses = torch.empty(0)
+        noted: list[Tensor] = []
 
-        def total(found: Tensor) -> Tensor:
-            nonlocal outputs, losses
-            outputs = found
+        def total(outputs: Tensor) -> Tensor:
             if outputs.shape[1] != self.num_outputs:
                 raise ModelError(
                     f"Model output: expected {self.num_outputs} columns on every batch, got "
                     f"{outputs.shape[1]}."
                 )
             likelihood.check_targets(outputs, targets)
-            losses = likelihood.loss(outputs, targets)
-            return losses.sum()
+            noted[:] = outputs, likelihood.loss(outputs, targets)
+            return noted[1].sum()
 
         gradient = self.network.gradient(batch.inputs, total).double()
-        outputs, losses = outputs.detach(), losses.detach()
+        outputs, losses = (each.detach() for each in noted)
         self.network.check_independence(batch.inputs, outputs)
         bad = int((~losses.isfinite()).sum())
         if bad:
@@ -389,7 +366,7 @@ class Problem:
         whose gradient is exactly zero; a pass with random cotangents decides, in which nothing
         cancels but by chance.
         """
-        if not bool((gradient == 0).any()):
+        if bool(gradient.all()):
             return None
         found = torch.zeros_like(gradient)
         generator = torch.Generator().manual_seed(0)
@@ -404,7 +381,13 @@ class Problem:
         for part in self.chunk_size.each(self.chunks(), derivatives):
             found += (part != 0).to(found)
         found = self.group.all_reduce_(found)
-        return None if bool((found > 0).all()) else found.nonzero().squeeze(1)
+        if not bool(found.any()):
+            raise ModelError(
+                "Model output: expected one that depends on the selected parameters, got "
+                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
+                "forward pass."
+            )
+        return None if bool(found.all()) else found.nonzero().squeeze(1)
 
 
 def _budget(memory_budget: int | None, device: torch.device, group: Group) -> int:
