@@ -122,7 +122,7 @@ def test_patches_are_what_a_convolution_multiplies(kernel, stride, padding, dila
 
 
 @pytest.mark.parametrize(
-    "kind", ["two poolings", "pool with rows left over", "convolution with wide padding"]
+    "kind", ["two poolings", "relu, pool", "convolution with padding"]
 )
 def test_networks_by_the_graph_for_a_gpu(kind, for_a_gpu):
     sample = sample_of(ARCHITECTURES[kind])

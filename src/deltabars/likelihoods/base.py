@@ -9,8 +9,7 @@ A likelihood knows, for a batch of outputs z (B, C):
   slope that makes the one Jacobian of the other: ∂m/∂z = diag(slope)·∂η/∂z;
 * Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
 
-All three derivatives are rows of cotangents of z, to be pulled back to the parameters. Each file of
-a likelihood registers it, with its loss of torch.
+All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
 """
 
 from __future__ import annotations
@@ -142,15 +141,17 @@ def numbers(name: str, given: Any) -> tuple[float, ...]:
     return tuple(float(x) for x in plain)
 
 
-def check_same_shape(outputs: Tensor, targets: Tensor, alternative: str) -> None:
+CLASSES = "For class numbers use likelihood='categorical'."
+
+
+def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """Refuse targets of another shape than the outputs."""
-    if targets.shape == outputs.shape:
-        return
-    advice = alternative if targets.ndim == 1 else "Give one target for each output."
-    raise DataError(
-        f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
-        f"{tuple(targets.shape)}. {advice}"
-    )
+    if targets.shape != outputs.shape:
+        advice = CLASSES if targets.ndim == 1 else "Give one target for each output."
+        raise DataError(
+            f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
+            f"{tuple(targets.shape)}. {advice}"
+        )
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
     elif isinstance(raw, tuple | list) and len(raw) >= 2:
         inputs, targets = (raw[0] if len(raw) == 2 else tuple(raw[:-1])), raw[-1]
     else:
-        got = f"one with {sorted(raw)}" if isinstance(raw, Mapping) else type(raw).__name__
+        got = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
         raise DataError(
             "Data: expected batches (inputs, targets), or mapping batches with an entry 'label' or "
             f"'labels', got {got}."
@@ -317,7 +317,7 @@ def check_not_batches(inputs: list[Any], signature: Signature) -> None:
         kind = (str(last.dtype), tuple(last.shape[1:]))
         if kind in zip(signature.dtypes, signature.shapes, strict=True):
             raise DataError(
-                "Inputs: expected inputs, or inputs and targets, got a tensor more than that. "
+                "Inputs: expected inputs, or inputs and targets, got one tensor of inputs more. "
                 "Join batches with torch.cat, or give a DataLoader."
             )
 

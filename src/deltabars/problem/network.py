@@ -127,11 +127,10 @@ class Network:
             digest = weights_fingerprint(model)
             private = private_copy(model, copies, own, kind)
         weights = [name for name in state if isinstance(state[name], torch.nn.Parameter)]
-        bad = [name for name in weights if not bool(copies[name].isfinite().all())]
+        bad = ", ".join([name for name in weights if not copies[name].isfinite().all()][:6])
         if bad:
             raise ModelError(
-                f"Expected finite weights, got NaN or infinity in {', '.join(bad[:6])}. "
-                "Did the training diverge?"
+                f"Expected finite weights, got NaN or infinity in {bad}. Did the training diverge?"
             )
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
@@ -189,8 +188,7 @@ class Network:
                 return True
             if time.perf_counter() - started > _SECONDS[suspected]:
                 break
-        whole = self.outputs(self.trained, inputs)
-        return not same_outputs(self.outputs(self.trained, inputs), whole)
+        return not same_outputs(*(self.outputs(self.trained, inputs) for _ in range(2)))
 
     @property
     def point(self) -> Tensor:
@@ -328,9 +326,9 @@ class Network:
             step = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             return value * (1 + eps * step.to(value.device)).to(value.dtype)
 
-        trained = {name: rounded(value) for name, value in self.trained.items()}
-        constants = {name: rounded(value) for name, value in self.constants.items()}
-        moved = replace(self, constants=constants).outputs(trained, map_leaves(rounded, inputs))
+        state = {**self.trained, **self.constants}
+        state = {name: rounded(value) for name, value in state.items()}
+        moved = self.outputs(state, map_leaves(rounded, inputs))
         return (moved - outputs).abs().amax(0)
 
     def same_bits(self) -> AbstractContextManager[None]:
@@ -432,9 +430,7 @@ def _generated_outputs(network: Network, signature: Signature, ranges: Ranges) -
 class AsDefined(TorchFunctionMode):
     """Computes operations by their `DEFINITIONS`; it costs a microsecond a call."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, or what it is made of."""
         return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
 
@@ -448,9 +444,7 @@ class _Calls(TorchFunctionMode):
         self.kinds: set[torch.dtype] = set()  # floating types: a part may be computed in float16
         self.bytes = 0  # that they return in all
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and note its arguments and the types of its results."""
         result = func(*args, **(kwargs or {}))
         self.taken |= {id(leaf) for leaf in tree_leaves((args, kwargs))}

@@ -121,7 +121,11 @@ def private_copy(
             compiled.append(leaf)
         function = leaf.func if isinstance(leaf, partial) else leaf
         if isinstance(function, types.FunctionType) and function.__closure__:
-            closures.append((function, _with_new_cells(function)))
+            cells = tuple(types.CellType() for _ in function.__closure__)  # to be filled
+            of = function.__code__, function.__globals__, function.__name__, function.__defaults__
+            new = types.FunctionType(*of, cells)
+            new.__kwdefaults__ = function.__kwdefaults__
+            closures.append((function, new))
     memo |= {id(old): new for old, new in closures}
 
     def copied(memo: dict[int, Any]) -> nn.Module:
@@ -154,18 +158,10 @@ def private_copy(
     for module in private.modules():
         vars(module).update({name: OrderedDict() for name in _UNUSED_HOOKS}, training=False)
         if parametrize.is_parametrized(module):  # its class is its own, which changes would change
-            of: Any = type(module)
-            names = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
-            module.__class__ = type(of)(of.__name__, of.__bases__, names)
+            kept: Any = type(module)
+            names = {k: v for k, v in vars(kept).items() if k not in ("__dict__", "__weakref__")}
+            module.__class__ = type(kept)(kept.__name__, kept.__bases__, names)
     return private
-
-
-def _with_new_cells(function: types.FunctionType) -> types.FunctionType:
-    """Copy a function whose closure is to be filled."""
-    of = function.__code__, function.__globals__, function.__name__, function.__defaults__
-    mine = types.FunctionType(*of, tuple(types.CellType() for _ in function.__closure__ or ()))
-    mine.__kwdefaults__ = function.__kwdefaults__
-    return mine
 
 
 @dataclass(frozen=True)
@@ -328,13 +324,10 @@ class Prior:
     def read(
         cls, l2: Any, space: ParameterSpace, scales: Mapping[str, float] | None = None
     ) -> Prior:
-        """Check what was given, for the parameters of `space`.
+        """Check λ > 0, or such numbers by name pattern, for the parameters of `space`.
 
-        Args:
-            l2: λ > 0, or a mapping from name patterns to such numbers. Where several patterns match
-                a parameter the last one counts, so that `{"*": 0.01, "*.bias": 1e-4}` does what it
-                says.
-            scales: coordinates that are chosen already; λ must be one number in them.
+        Where several patterns match a parameter the last one counts. If the coordinates (`scales`)
+        are chosen already, λ must be one number in them.
         """
         if not isinstance(l2, Mapping):
             number = _check_number(l2)
@@ -388,8 +381,7 @@ def _by_parameter(l2: Mapping[Any, Any], space: ParameterSpace) -> dict[str, flo
         if isinstance(value, Real) and value == 0:
             raise BadValueError(
                 f"l2: expected numbers above zero, got 0 for {pattern!r}. For parameters that were "
-                "trained without decay give a small one, such as 1e-4 of the others': what the "
-                "data say of them is then among the first eigenpairs."
+                "trained without decay give a small one, such as 1e-4 of the others'."
             )
         number = _check_number(value)
         is_pattern = isinstance(pattern, str)

@@ -53,9 +53,8 @@ class Problem:
         model, data, likelihood, l2, device, dtype, memory_budget, deterministic,
             allow_probabilities: as for `deltabars.fit`; a captured model or a Loss will do, too.
         parameters: which parameters count (see `ParameterSpace.select`).
-        chunk_size: examples that are processed at a time; by default as many as the memory budget
-            has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all the
-            same, half as many are tried, with a warning.
+        chunk_size: examples at a time; by default as many as the memory budget has room for, up to
+            1,024 on a CPU and 8,192 elsewhere. Half as many are tried where memory runs out.
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
@@ -70,9 +69,6 @@ class Problem:
         reached: the indices in ω of the parameters that any output depends on, (P',), ascending;
             None for all.
         on_chunk: called with the number of examples of each chunk before it is processed.
-
-    Cost: two passes over data that come from a loader, and one gradient; two where some parameters
-    have a derivative of zero throughout.
     """
 
     on_chunk: Callable[[int], None] | None = None
@@ -209,11 +205,7 @@ class Problem:
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
     def warn_of_optimum(self, far: str) -> None:
-        """Warn that the weights are at no optimum, or that nothing was learned.
-
-        Args:
-            far: how far predictions at the optimum are, in words; empty where it is not known.
-        """
+        """Warn of weights at no optimum; `far` says how far predictions there are, or nothing."""
         chance = mode = ""
         if self.is_at_chance:
             accuracy, loss = self.constant_answer
@@ -264,7 +256,7 @@ class Problem:
             return
         few = self.group.broadcast_object(map_leaves(Tensor.cpu, batch.rows(slice(0, 3)).inputs))
         few = map_leaves(lambda leaf: leaf.to(self.device), few)
-        found = self.network.outputs(dict(self.network.trained), few).cpu()
+        found = self.network.outputs(self.network.trained, few).cpu()
         first, *others = self.group.gather_objects(found)
         limits: Any = {"rtol": 1e-3, "atol": 1e-3 * float(first.abs().max()), "equal_nan": True}
         for rank, other in enumerate(others, 1):
@@ -276,7 +268,7 @@ class Problem:
 
     def _try(self, batch: Batch, allow_probabilities: bool) -> int:
         """Check the outputs of one chunk; return the number of outputs C."""
-        outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
+        outputs = self.network.outputs(self.network.trained, batch.inputs)
         if outputs.shape[0] != len(batch):
             raise ModelError(
                 f"Model output: expected one row for each of {len(batch)} examples, got "
@@ -318,8 +310,7 @@ class Problem:
         weight = float(totals.sums[1])
         if not weight > 0:
             raise DataError(
-                "Targets: expected examples that count, got weight 0 for every class in the data. "
-                "Give each class a weight above zero."
+                "Targets: expected examples that count, got weight 0 for every class in the data."
             )
         if weight != self.num_examples:
             self.likelihood = self.likelihood.divided(weight / self.num_examples)
@@ -333,9 +324,9 @@ class Problem:
 
         def total(outputs: Tensor) -> Tensor:
             if outputs.shape[1] != self.num_outputs:
+                expected, got = self.num_outputs, outputs.shape[1]
                 raise ModelError(
-                    f"Model output: expected {self.num_outputs} columns on every batch, got "
-                    f"{outputs.shape[1]}."
+                    f"Model output: expected {expected} columns on every batch, got {got}."
                 )
             likelihood.check_targets(outputs, targets)
             noted[:] = outputs, likelihood.loss(outputs, targets)
@@ -362,9 +353,8 @@ class Problem:
     def _find_reached(self, gradient: Tensor) -> Tensor | None:
         """Find the parameters with a nonzero derivative of any output for any example.
 
-        Silent ReLU units and inputs that are always zero leave many without. Candidates are those
-        whose gradient is exactly zero; a pass with random cotangents decides, in which nothing
-        cancels but by chance.
+        Silent ReLU units and inputs that are always zero leave many without. Where the gradient has
+        zeros, a pass with random cotangents decides: nothing cancels there but by chance.
         """
         if bool(gradient.all()):
             return None
@@ -395,13 +385,12 @@ def _budget(memory_budget: int | None, device: torch.device, group: Group) -> in
 
     The smallest of all, because what one process keeps decides for all how far a basis grows.
     """
-    budget = resolve_budget(memory_budget, device)
-    kind = device.type
+    budget, kind = resolve_budget(memory_budget, device), device.type
     if kind == "cuda":  # each process may see its GPU as the first
         kind = str(torch.cuda.get_device_properties(device).uuid)
     devices = group.gather_objects((platform.node(), kind))
-    alike = devices.count(devices[group.rank])
-    return min(group.gather_objects(budget if memory_budget is not None else budget // alike))
+    alike = devices.count(devices[group.rank]) if memory_budget is None else 1
+    return min(group.gather_objects(budget // alike))
 
 
 def _advice_on_inputs(batch: Batch) -> tuple[str, str]:
@@ -409,7 +398,7 @@ def _advice_on_inputs(batch: Batch) -> tuple[str, str]:
     integers = pixels = ""
     for leaf in leaves(batch.inputs):
         if "int" in str(leaf.dtype):
-            integers = integers or (
+            integers = (
                 f". The inputs are of {leaf.dtype}: a network that was trained on floats takes "
                 "floats, prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
             )

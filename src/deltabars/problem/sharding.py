@@ -85,19 +85,16 @@ def own_part(data: Any, group: Group) -> tuple[Any, str]:
                     f"DistributedSampler: expected that of process {group.rank} of {group.size}, "
                     f"got one of process {theirs[1]} of {theirs[0]}."
                 )
-    if source == "sampler" and loader is not None and indices is not None:
+    if indices is None or source == "sampler":
         same_everywhere(group, None)  # the others may be comparing: keep the collectives in step
-        if loader.sampler.drop_last:  # type: ignore[attr-defined]
-            indices = indices[: loader.sampler.total_size]  # type: ignore[attr-defined]
-    elif indices is None:
-        same_everywhere(group, None)
+    elif not _is_same(data if loader is None else loader.dataset, indices, group):
         return data, "own"
-    else:
-        examples = data if loader is None else loader.dataset
-        if not _is_same(examples, indices, group):
-            return data, "own"
-        if loader is not None and loader.drop_last and loader.batch_size:
-            indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
+    if indices is None:
+        return data, "own"
+    if loader is not None and source == "sampler" and loader.sampler.drop_last:  # type: ignore[attr-defined]
+        indices = indices[: loader.sampler.total_size]  # type: ignore[attr-defined]
+    elif loader is not None and source == "split" and loader.drop_last and loader.batch_size:
+        indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
     if len(indices) < group.size:
         raise DataError(
             f"Data: expected an example for each of {group.size} processes, got {len(indices)}. "
