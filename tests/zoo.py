@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,20 +53,14 @@ def specimen(kind: str, l2: float = 1.0) -> Specimen:
         model = member.build().double()
     inputs, unseen = (member.inputs(count, generator) for count in (COUNT, 3))
     with torch.no_grad():
-        call(model.train(), inputs)  # gives batch-norm its running statistics
+        model.train()(
+            *(inputs if isinstance(inputs, tuple) else (inputs,))
+        )  # gives batch-norm its running statistics
     targets = make_targets("categorical", COUNT, generator)
     names = [n for n, _ in model.named_parameters() if member.params is None or "lora" in n]
     oracle = Oracle(member.plain(model.eval()), inputs, targets, l2, names)
-    data: Any = (*inputs, targets) if isinstance(inputs, tuple) else (inputs, targets)
-    if isinstance(inputs, dict):
-        data = {**inputs, "labels": targets}
+    data = (*inputs, targets) if isinstance(inputs, tuple) else (inputs, targets)
     return Specimen(member, model, data, unseen, oracle)
-
-
-def call(model, inputs):
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def numbers(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
@@ -264,17 +257,6 @@ ZOO: dict[str, Member] = {
             core=lambda: nn.Bilinear(3, 2, 4), head=head(4),
         ),
         pair((3,), (2,)),
-    ),
-    "named inputs": Member(
-        wired(
-            lambda net, left, right: SimpleNamespace(
-                logits=net.head((net.a(left) * net.b(right)).tanh())
-            ),
-            a=lambda: nn.Linear(3, 4), b=lambda: nn.Linear(2, 4), head=head(4),
-        ),
-        lambda count, generator: dict(
-            zip(("left", "right"), pair((3,), (2,))(count, generator), strict=True)
-        ),
     ),
     "weight norm": Member(
         sequence(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)),

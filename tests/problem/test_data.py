@@ -18,14 +18,14 @@ CPU = torch.device("cpu")
 
 
 class Named(nn.Module):
-    """A model that is called as model(x=…)."""
+    """A model that is called as model(x=…), and returns a mapping."""
 
     def __init__(self, core):
         super().__init__()
         self.core = core
 
     def forward(self, x):
-        return self.core(x)
+        return {"logits": self.core(x)}
 
 
 class Halves(Named):
