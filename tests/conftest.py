@@ -65,7 +65,6 @@ LONGEST = (
     "test_reproduction_numbers",
     "test_docs",
     "test_distributed",
-    "test_distributed_failures",
     "test_checkpoints",
     "test_estimators",
     "test_zoo",
@@ -76,11 +75,10 @@ LONGEST = (
     "test_reference",
     "test_commands_processes",
     "test_numerical",
-    "test_resuming",
     "test_memory",
-    "test_integration_processes",
-    "test_notebook",
-    "test_distributed_results",
+    "test_storage",
+    "test_scoring_at_scale",
+    "test_report_browser",
 )
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
 TOGETHER = LONGEST[:2]

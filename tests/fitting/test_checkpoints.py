@@ -98,11 +98,6 @@ class TestKilled:
         (state,) = files(half).values()
         assert len(state) < 1.2 * plain().spectra["hessian"].vectors.nbytes + 20_000
 
-    def test_warnings_of_a_finished_fit_are_given_again(self, tmp_path):
-        for _ in range(2):
-            with pytest.warns(deltabars.errors.ConvergenceWarning, match="have not converged"):
-                fit(tmp_path, estimator="hessian", rank=10, max_products=30)
-
     def test_states_are_saved_at_intervals(self, tmp_path):
         """A fit of less than the interval saves what it found, and nothing before."""
         fit(tmp_path, seconds=60.0, **SOME)
@@ -260,13 +255,6 @@ class TestAltered:
         storage.write(state, header, {**tensors, "block": torch.zeros(2, 3)})
         with pytest.raises(StorageError, match=r"^checkpoint: expected a state of this [^\n]+$"):
             fit(half, **SOME)
-
-    def test_other_files_of_the_folder_stay(self, half):
-        mine = {"notes.txt": b"mine", "state-1.safetensors": b"mine"}
-        for name, content in mine.items():
-            (half / name).write_bytes(content)
-        fit(half, **SOME)
-        assert {name: (half / name).read_bytes() for name in mine} == mine
 
 
 class TestTwoProcesses:

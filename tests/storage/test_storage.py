@@ -139,15 +139,6 @@ torch.save({"std": out.std, "score_error": out.score_error}, folder + "/out.pt")
         score = out.score_high if name.endswith("0.5.0") else out.score
         assert float(score[0]) == pytest.approx(expected, rel=1e-13)
 
-    def test_saving_twice_gives_the_same_bytes(self, fit, path, tmp_path):
-        size = SEVERAL if path.is_dir() else "5GB"
-        fit.save(tmp_path / "again", max_file_size=size)
-        for name in (
-            [f"{path.name}/{each}" for each in os.listdir(path)] if path.is_dir() else [path.name]
-        ):
-            other = tmp_path / name.replace(path.name, "again", 1)
-            assert other.read_bytes() == (tmp_path / name).read_bytes()
-
     def test_what_is_in_a_folder(self, folder):
         index = json.loads((folder / "index.json").read_text())
         names = [f"vectors-0000{k}-of-00005.safetensors" for k in range(1, 6)]
@@ -235,6 +226,8 @@ class TestRounded:
     ):
         fit.save(tmp_path / "a", dtype=dtype, max_file_size=size)
         back = deltabars.load(tmp_path / "a", dense_case.model, offload=True)
+        one = tmp_path / ("a" if size == "5GB" else "a/fit.safetensors")
+        assert storage.read_header(one)["format"] == 3
         for name, pairs in fit.spectra.items():
             found, there = back.diagnostics["storage"][name], back.spectra[name].vectors
             assert found["dtype"] == dtype == str(there.stored).removeprefix("torch.")
@@ -281,18 +274,6 @@ class TestRounded:
                 missed += int((off > 1e-6).sum())
         if dtype == "bfloat16":
             assert missed  # by the bound of exact vectors
-
-    def test_16_bits_take_half_of_32_in_a_newer_format(self, dense_case, tmp_path):
-        fit = fitted(dense_case, dtype=torch.float32)
-        sizes = {}
-        for name in SHORT:
-            fit.save(tmp_path / name, dtype=name, max_file_size=1)
-            sizes[name] = json.loads((tmp_path / name / "index.json").read_text())["total_size"]
-            fit.save(tmp_path / "one", dtype=name)
-            assert storage.read_header(tmp_path / "one")["format"] == 2 + (name != "float32")
-        assert sizes["bfloat16"] == sizes["float16"] == sizes["float32"] / 2 == 2 * 9 * 43 * 2
-        plain = deltabars.load(tmp_path / "float32", dense_case.model)
-        assert plain.spectra["opg"].rounding == 0
 
 
 class TestAnotherModel:
