@@ -31,7 +31,7 @@ docs: $(VENV)/.dev
 
 # The pictures of the report in the documentation; needs Chromium.
 screenshots: $(VENV)/.dev
-	$(BIN)/python -m tests.screenshots docs/images
+	PYTHONPATH=. $(BIN)/python tools/screenshots.py docs/images
 
 # The long campaigns, in as many seconds; plain `pytest` does not collect them.
 torture: export DELTABARS_TORTURE_SECONDS ?= 600

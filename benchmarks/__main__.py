@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.runner import WORKS, run_bench, write_json
 from benchmarks.sizes import GPU, SMALL
 from benchmarks.sources import Sources
-from deltabars.cli.options import sayer
+from deltabars.cli.subject import sayer
 from deltabars.errors import DeltaBarsError
 
 _DESCRIPTION = """\
@@ -29,7 +31,7 @@ examples:
 """
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the options, run the works, print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -49,11 +51,13 @@ def main() -> None:
     add("--cache", type=Path, metavar="FOLDER", help="keep eigenpairs there, for later runs")
     add("--json", type=Path, metavar="FILE", help="write all numbers there too")
     add("--quiet", action="store_true", help="no progress")
-    run(parser.parse_args())
+    try:
+        _run(parser.parse_args(arguments))
+    except DeltaBarsError as error:
+        sys.exit(f"benchmarks: {error}")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the works and print the table."""
+def _run(options: argparse.Namespace) -> None:
     if options.json is not None and not options.json.parent.is_dir():
         raise DeltaBarsError(f"--json: expected a folder that exists, got {options.json.parent}.")
     sources = Sources(

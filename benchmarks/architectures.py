@@ -25,7 +25,7 @@ _WARM_UP = 16  # images
 
 
 def run_architectures(bench: Bench) -> Record:
-    """Both networks, the quicker one first: of a run that is cut short its figures are told."""
+    """Measure both networks, the quicker one first, whose figures are shown at once."""
     bars = resnet_setting(bench)  # read before anything is trained: a wrong folder shows at once
     record = Record("architectures")
     for found in (vit_setting(bench), bars):
@@ -44,7 +44,7 @@ def run_architectures(bench: Bench) -> Record:
 
 
 def _measured(bench: Bench, setting: Setting) -> Record:
-    """Training, fit and predictions; every figure is told as soon as it is found."""
+    """Measure training, fit and predictions; every figure is shown as soon as it is found."""
     size, name = setting.size, setting.name
     measures: list[Measure] = []
     quality: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _fit(setting: Setting, images: int, rank: int) -> deltabars.DeltaFit:
 
 
 def _std_error(setting: Setting, fit: deltabars.DeltaFit, out: Prediction) -> float:
-    """How far standard deviations are from those of the same eigenpairs in float64, at the most."""
+    """Return the largest error of standard deviations against the same eigenpairs in float64."""
     pairs = fit.spectra["opg"]
     exact = plain.opg_std(
         setting.model,
@@ -127,7 +127,7 @@ def _training_accuracy(setting: Setting) -> float:
 
 
 def _test_quality(out: Prediction, labels: Tensor) -> dict[str, float | None]:
-    """How many mistakes there are, and how well they are told; None without any of a kind."""
+    """Return how many mistakes there are, and how well they are found; None without any."""
     wrong = out.mean.argmax(1) != labels.to(out.mean.device)
     doubts = {"score": out.score, "1 − maximum": 1 - out.mean.amax(1)}
     both = bool(wrong.any()) and not bool(wrong.all())

@@ -41,7 +41,7 @@ class Bench:
         return make_subject(self.size, self.sources)
 
     def problem(self, count: int, dtype: torch.dtype | None = None) -> Problem:
-        """The paper's network on the first `count` images."""
+        """Return the paper's network on the first `count` images."""
         return Problem(self.subject.model, self.subject.train(count), l2=L2, dtype=dtype)
 
 

@@ -73,7 +73,7 @@ def run_product(bench: Bench) -> Record:
 
 
 def _product_seconds(bench: Bench) -> tuple[float, dict[str, tuple[float, ...]]]:
-    """The seconds of the first product, and of further ones and of plain gradients in turns."""
+    """Return the seconds of the first product, and of further ones and of gradients in turns."""
     size, model = bench.size, bench.subject.model
     data = bench.subject.train(size.images)
     operator = HessianOperator(bench.problem(size.images))

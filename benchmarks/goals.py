@@ -28,5 +28,5 @@ PUBLISHED_OPG_BELOW = Goal(-1e-5, at_least=True)
 
 
 def goal(size: str, figure: str) -> Goal | None:
-    """The goal of a figure at a size; None where there is none."""
+    """Return the goal of a figure at a size; None where there is none."""
     return _GOALS.get((size, figure))

@@ -52,7 +52,7 @@ def _parameters(case: Case) -> int:
 
 
 def _series(first: Case, names: tuple[str, ...]) -> Series:
-    """The points of each series, by estimator and by what grows."""
+    """Return the points of each series, by estimator and by what grows."""
     return {
         (estimator, name): [
             _scaled(dataclasses.replace(first, estimator=estimator), name, factor)

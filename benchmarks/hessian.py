@@ -20,19 +20,19 @@ from deltabars.runtime.precision import full_precision
 
 
 def run_hessian(bench: Bench) -> Record:
-    """The smaller rank, with the peer where the size has one."""
+    """Return the smaller rank, with the peer where the size has one."""
     return _run(bench, "hessian", bench.size.hessian_ranks[0], bench.size.peers)
 
 
 def run_hessian1500(bench: Bench) -> Record:
-    """The larger rank, alone."""
+    """Return the larger rank, alone."""
     if len(bench.size.hessian_ranks) < 2:
         return Record("hessian1500", notes=("at the gpu size only",))
     return _run(bench, "hessian1500", bench.size.hessian_ranks[1], False)
 
 
 def solve_hessian(bench: Bench, count: int, rank: int) -> EigenPairs:
-    """The pairs, from the model and its images on: everything a user waits for."""
+    """Return the pairs, from the model and its images on: everything a user waits for."""
     fit = deltabars.fit(
         bench.subject.model,
         bench.subject.train(count),
@@ -114,7 +114,7 @@ def _against(
 
 
 def measured_residual(bench: Bench, values: Tensor, vectors: Tensor) -> float:
-    """The largest ‖Aq − λq‖ / max(1, λ) of pairs from the first to the last, by plain autograd."""
+    """Return the largest ‖Aq − λq‖ / max(1, λ) of some pairs, by plain autograd."""
     model, data = bench.subject.model, bench.subject.train(bench.size.hessian_images)
     chosen = torch.linspace(0, len(values) - 1, min(bench.size.checked_pairs, len(values)))
     places = chosen.round().long()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import resnet
 from benchmarks.context import Bench
 from benchmarks.peers import find_peers
 from benchmarks.plain import Data
 from benchmarks.sizes import Network
-from deltabars.recipes import resnet
 from deltabars.recipes.images import read_cifar10
 
 _VIT_L2 = 1e-4
@@ -82,7 +82,7 @@ def resnet_setting(bench: Bench) -> Setting | str:
 
 
 def vit_setting(bench: Bench) -> Setting | str:
-    """A vision transformer of Hugging Face on the images of the other works."""
+    """Return a vision transformer of Hugging Face on the images of the other works."""
     peers = find_peers("transformers")
     if not peers.complete:
         return f"ViT left out: {peers.absent[0]}"

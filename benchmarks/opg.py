@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 256
 
 
 def run_opg(bench: Bench) -> Record:
-    """The eigenpairs with and without the gradients; against the peer where the size has one."""
+    """Return the eigenpairs with and without the gradients, against the peer if there is one."""
     size = bench.size
     count, rank = size.opg_images, size.opg_rank
     model, data = bench.subject.model, bench.subject.train(count)
@@ -119,7 +119,7 @@ def _with_peer(bench: Bench, whole: Measure, raw: dict[str, Any]) -> Record:
 
 
 def _rows_then_pairs(bench: Bench) -> tuple[EigenPairs, float, float]:
-    """The pairs, the seconds of the gradients, and the seconds of the pairs once these are kept."""
+    """Return the pairs, the seconds of the gradients, and those of the pairs without them."""
     operator = OPGOperator(bench.problem(bench.size.opg_images))
     _, rows_seconds = stopwatch(lambda: _exhaust(operator.row_blocks()), bench.device)
     operator.matmat(torch.ones(1, operator.shape[0], device=operator.device))  # now it keeps them
@@ -131,7 +131,7 @@ def _rows_then_pairs(bench: Bench) -> tuple[EigenPairs, float, float]:
 
 
 def exact_values(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalues of (1/N)·RᵀR, as it is and with R centred, by the N×N Gram matrix.
+    """Return the largest eigenvalues of (1/N)·RᵀR, also with R centred, by the N×N Gram matrix.
 
     In float64; only one half of the symmetric matrix is computed.
     """

@@ -83,7 +83,7 @@ class Peak:
 
 
 class Meter(Protocol):
-    """Bytes in use now, and at the most since the last reset."""
+    """Bytes in use now, and the most since the last reset."""
 
     def held(self) -> int:
         """In use now."""
@@ -92,7 +92,7 @@ class Meter(Protocol):
         """Forget the peak."""
 
     def peak(self) -> int:
-        """At the most since then."""
+        """Return the most since then."""
 
 
 class ProcessMeter:
@@ -135,12 +135,12 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Allocated at the most."""
+        """Return the most that was allocated."""
         return torch.cuda.max_memory_allocated(self._device)
 
 
 def with_peak(device: torch.device, function: Callable[[], T]) -> tuple[T, float, int | None]:
-    """What a function returns, its seconds, and its peak in bytes beyond what was held before."""
+    """Return what a function returns, its seconds, and its peak in bytes beyond what was held."""
     release(device)
     meter = find_meter(device)
     if meter is None:
@@ -152,20 +152,20 @@ def with_peak(device: torch.device, function: Callable[[], T]) -> tuple[T, float
 
 
 def read_status(name: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     fields = dict(line.partition(":")[::2] for line in _STATUS.read_text().splitlines())
     return int(fields[name].split()[0]) * 1024
 
 
 def find_meter(device: torch.device) -> Meter | None:
-    """What counts the bytes of a device, or else of this process; None where nothing does."""
+    """Return a meter of the bytes of a device or of this process, or None if there is none."""
     if device.type == "cuda":
         return DeviceMeter(device)
     return ProcessMeter() if ProcessMeter.works() else None
 
 
 def measure_peaks(cases: list[Case], data: Data) -> list[Peak] | None:
-    """The peaks of fits on the first images of `data`; None where the platform cannot tell."""
+    """Return the peaks of fits on the first images of `data`, or None if they are unknown."""
     device = data[0].device
     meter = find_meter(device)
     if meter is None:
@@ -231,7 +231,7 @@ def _held_by_operator(case: Case, model: torch.nn.Module, data: Data, meter: Met
 
 
 def limited_fit(case: Case, model: torch.nn.Module, data: Data) -> deltabars.DeltaFit:
-    """A Krylov fit, with exactly as many products as the case says where it does."""
+    """Return a Krylov fit, with exactly as many products as the case says where it does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that are hardly trained, and of the limit
         return deltabars.fit(

@@ -60,7 +60,7 @@ class Solved:
 def curvlinops_eigsh(
     peers: Peers, model: nn.Module, data: Data, rank: int, l2: float, tolerance: float
 ) -> Solved:
-    """The largest Hessian pairs by curvlinops' products and SciPy's `eigsh`.
+    """Return the largest Hessian pairs by curvlinops' products and SciPy's `eigsh`.
 
     ARPACK's tolerance is relative to each value, so that it bounds ‖Aq − λq‖ / max(1, λ) by the
     same number. The probe for deterministic data is left out, and ARPACK's own default basis kept:
@@ -84,7 +84,7 @@ def curvlinops_eigsh(
 
 
 def incremental_pca(peers: Peers, rows: Tensor, rank: int, batch: int) -> Tensor:
-    """The largest eigenvalues of the centred (1/N)·RᵀR, (K,), by scikit-learn's IncrementalPCA."""
+    """Return the largest eigenvalues (K,) of the centred (1/N)·RᵀR, by IncrementalPCA."""
     decomposition = peers.modules["sklearn.decomposition"]
     found = decomposition.IncrementalPCA(n_components=rank, batch_size=batch).fit(rows.numpy())
     return torch.from_numpy(found.singular_values_).double().square() / len(rows)
@@ -111,7 +111,7 @@ def laplace_posterior(peers: Peers, model: nn.Module, data: Data, l2: float) -> 
 
 
 def laplace_logit_std(posterior: Any, images: Tensor, batch: int) -> Tensor:
-    """The standard deviations (B, C) of the logits: its linearised predictive, and no more."""
+    """Return the standard deviations (B, C) of the logits by its linearised predictive."""
     parts = []
     for some in images.split(batch):
         _, covariance = posterior._glm_predictive_distribution(some)

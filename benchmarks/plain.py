@@ -18,14 +18,14 @@ _VECTORS = 16  # eigenvectors that are in float64 at a time
 
 
 def forward(model: nn.Module, images: Tensor) -> Tensor:
-    """The logits of all images at once."""
+    """Return the logits of all images at once."""
     with torch.no_grad():
         logits: Tensor = model(images)
     return logits
 
 
 def full_gradient(model: nn.Module, data: Data) -> None:
-    """The gradient of the mean loss over all examples at once, into `.grad`: the user's loop."""
+    """Compute the gradient of the mean loss over all examples at once, into `.grad`."""
     images, labels = data
     with torch.enable_grad():
         functional.cross_entropy(model(images), labels).backward()
@@ -33,7 +33,7 @@ def full_gradient(model: nn.Module, data: Data) -> None:
 
 
 def chunked_gradient(model: nn.Module, data: Data) -> None:
-    """The same gradient, summed over chunks that stay in a CPU's cache."""
+    """Return the same gradient, summed over chunks that stay in a CPU's cache."""
     count = len(data[1])
     with torch.enable_grad():
         for images, labels in chunks(data):
@@ -43,7 +43,7 @@ def chunked_gradient(model: nn.Module, data: Data) -> None:
 
 
 def gradient_rows(model: nn.Module, data: Data) -> Iterator[Tensor]:
-    """The gradient of each example, in blocks (n, P), by `vmap(grad)`."""
+    """Return the gradient of each example, in blocks (n, P), by `vmap(grad)`."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def one_loss(at: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def hessian_products(model: nn.Module, data: Data, vectors: Tensor, l2: float) -
 
 
 def exact_logit_std(model: nn.Module, data: Data, images: Tensor, l2: float) -> Tensor:
-    """The standard deviations (B, C) of logits by the whole GGN, inverted in float64.
+    """Return the standard deviations (B, C) of logits by the whole GGN, inverted in float64.
 
     √diag(J (Σ JₙᵀSₙJₙ + NλI)⁻¹ Jᵀ), with Sₙ = diag(p) − ppᵀ. Memory: P² numbers.
     """
@@ -102,7 +102,7 @@ def exact_logit_std(model: nn.Module, data: Data, images: Tensor, l2: float) -> 
 def low_rank_stds(
     model: nn.Module, images: Tensor, pairs: Mapping[str, Pairs], l2: float, count: int
 ) -> dict[str, Tensor]:
-    """The standard deviations (B, C) of probabilities from eigenpairs of H and G, in float64.
+    """Return the stds (B, C) of probabilities from eigenpairs of H and G, in float64.
 
     By the matrices themselves: H⁻¹/N, G⁻¹/N and H⁻¹GH⁻¹/N, with the eigenvalues that are not given
     set to λ̃ = 2/(1/λ + 1/λ_K). Memory: B·C·P numbers.
@@ -136,7 +136,7 @@ def opg_std(
     l2: float,
     count: int,
 ) -> Tensor:
-    """The standard deviations (B, C) of probabilities from eigenpairs of G, for large networks.
+    """Return the stds (B, C) of probabilities from eigenpairs of G, for large networks.
 
     √(F G⁻¹ Fᵀ / N) as in `low_rank_stds`, by one gradient of one probability after the other in
     float64. Memory: C·P numbers, and some eigenvectors at a time.
@@ -181,6 +181,6 @@ def residuals(values: Tensor, vectors: Tensor, products: Tensor) -> Tensor:
 
 
 def chunks(data: Data) -> Iterator[Data]:
-    """The examples, as many at a time as suits the device."""
+    """Return the examples, as many at a time as suits the device."""
     size = _CHUNK.get(data[0].device.type, _CHUNK_ELSEWHERE)
     yield from zip(data[0].split(size), data[1].split(size), strict=True)

@@ -161,7 +161,7 @@ def _errors_of(bench: Bench, fit: deltabars.DeltaFit, images: Tensor) -> dict[st
 
 
 def _sandwich(bench: Bench) -> tuple[deltabars.DeltaFit, tuple[str, ...]]:
-    """A sandwich fit of computed OPG pairs, and of kept or else made-up Hessian pairs."""
+    """Return a sandwich fit of computed OPG pairs, and of kept or else made-up Hessian pairs."""
     size, subject = bench.size, bench.subject
     rank, count = size.predict_rank, size.predict_fit_images
     data = subject.train(count)
@@ -173,7 +173,7 @@ def _sandwich(bench: Bench) -> tuple[deltabars.DeltaFit, tuple[str, ...]]:
         hessian = _made_up_pairs(rank, fit.num_parameters, bench.device)
         notes = ("the Hessian's pairs of three at once are random: speed only",)
     spectra = {"hessian": first_pairs(hessian, rank), "opg": fit.spectra["opg"]}
-    return deltabars.DeltaFit(fit.state.moved(estimator="sandwich", spectra=spectra)), notes
+    return fit.moved(estimator="sandwich", spectra=spectra), notes
 
 
 def _made_up_pairs(rank: int, size: int, device: torch.device) -> EigenPairs:

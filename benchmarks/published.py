@@ -80,7 +80,7 @@ def _hessian_values(bench: Bench, rank: int) -> Tensor:
 
 
 def _opg_values(bench: Bench, rank: int) -> tuple[Tensor, Tensor]:
-    """The eigenvalues of G, and of the same with centred gradients, G − ḡḡᵀ."""
+    """Return the eigenvalues of G, and of the same with centred gradients, G − ḡḡᵀ."""
     operator = OPGOperator(bench.problem(bench.size.published_images or 0))
     with full_precision(bench.device):
         plain = block_krylov(operator, rank, tolerance=RESIDUAL)

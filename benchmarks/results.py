@@ -76,7 +76,7 @@ class Measure:
         return self.goal.verdict(value, self.accuracy)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, with what follows from them."""
+        """Return the fields, with what follows from them."""
         goal = None if self.goal is None else vars(self.goal)
         return vars(self) | {"goal": goal, "median": self.median, "verdict": self.verdict}
 
@@ -100,5 +100,5 @@ class Record:
     elapsed: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, with the measures as mappings."""
+        """Return the fields, with the measures as mappings."""
         return vars(self) | {"measures": [measure.to_json() for measure in self.measures]}

@@ -128,7 +128,7 @@ def describe_environment(bench: Bench) -> dict[str, Any]:
 
 
 def _chosen(size: Size, works: Sequence[str] | None) -> list[str]:
-    """The works to run, in the order of the table."""
+    """Return the works to run, in the order of the table."""
     unknown = sorted(set(works or ()) - set(WORKS))
     if unknown:
         raise BadValueError(f"works: expected some of {list(WORKS)}, got {unknown}.")

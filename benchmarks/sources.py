@@ -12,7 +12,7 @@ from torch import nn
 
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataError
-from deltabars.problem.network import fingerprint
+from deltabars.problem.network import weights_fingerprint
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Spectra:
 
 
 def first_pairs(pairs: EigenPairs, rank: int) -> EigenPairs:
-    """The largest `rank` pairs alone."""
+    """Return the largest `rank` pairs alone."""
     return EigenPairs(
         pairs.values[:rank],
         pairs.vectors[:rank],
@@ -91,7 +91,7 @@ def first_pairs(pairs: EigenPairs, rank: int) -> EigenPairs:
 
 
 def _key(matrix: str, model: nn.Module, images: int) -> str:
-    return f"{matrix}-{images}-{fingerprint(model)}"
+    return f"{matrix}-{images}-{weights_fingerprint(model)}"
 
 
 def _read(path: Path, device: torch.device) -> EigenPairs:

@@ -96,7 +96,7 @@ def measure_storage(
 def _predicted(
     bench: Bench, setting: Setting, fit: DeltaFit, images: Tensor, held: int
 ) -> tuple[Prediction, dict[str, Any]]:
-    """The predictions, their seconds, and on a GPU their peak with the `held` bytes on it."""
+    """Return the predictions, their seconds, and on a GPU their peak with `held` bytes."""
     fit.predict(setting.inputs(images[:_WARM_UP]))
     out, seconds, peak = with_peak(bench.device, lambda: fit.predict(setting.inputs(images)))
     known = peak is not None and bench.device.type == "cuda"
@@ -139,6 +139,6 @@ def _telling(out: Prediction, labels: Tensor) -> dict[str, float | None]:
 
 
 def _spearman(a: Tensor, b: Tensor) -> float:
-    """The correlation of ranks."""
+    """Return the correlation of ranks."""
     ranks = torch.stack([part.double().argsort().argsort().double() for part in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])

@@ -42,7 +42,7 @@ class Subject:
     source: str
 
     def train(self, count: int) -> Data:
-        """The first training examples.
+        """Return the first training examples.
 
         Raises:
             DataError: there are fewer.
@@ -59,7 +59,7 @@ class Subject:
 
 
 def make_subject(size: Size, sources: Sources) -> Subject:
-    """The network and images: from the named files, or self-made and briefly trained.
+    """Return the network and images: from the named files, or self-made and briefly trained.
 
     Raises:
         BadValueError: weights without the images they were trained on.
@@ -108,7 +108,7 @@ def upscaled_digits(train: int, test: int) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def wide_network(width: int, seed: int = 0) -> nn.Module:
-    """A dense network of one hidden layer, whose P = 795·width + 10 is all but linear in width."""
+    """Return a dense network of one hidden layer: P = 795·width + 10."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -124,7 +124,7 @@ def fresh_network() -> PaperNetwork:
 
 
 def train_briefly(model: nn.Module, data: Data, steps: int, seed: int = 0) -> None:
-    """Some steps of Adam, ever smaller ones: enough for the spectrum of a trained network."""
+    """Take some steps of Adam, ever smaller ones: enough for the spectrum of a trained network."""
     images, labels = data
     optimiser = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=L2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))

@@ -13,13 +13,13 @@ _HEAD = ("work", "what", "time", "figure", "accuracy", "must (aim)")
 
 
 def head() -> str:
-    """The head of the table."""
+    """Return the head of the table."""
     line = _line(_HEAD) + "met"
     return f"{line}\n{'-' * _COLUMNS}"
 
 
 def section(record: Record) -> str:
-    """The lines of one work, its notes below them."""
+    """Return the lines of one work, its notes below them."""
     start = record.work
     lines = []
     if len(start) >= _WIDTHS[0]:  # a line of its own for a long name
@@ -40,7 +40,7 @@ def section(record: Record) -> str:
 
 
 def words(measure: Measure) -> str:
-    """A measure as one line of plain text."""
+    """Return a measure as one line of plain text."""
     cells = [cell for cell in _cells(measure) if cell]
     if measure.products is not None:
         cells.append(f"{measure.products} products")

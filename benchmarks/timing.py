@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def stopwatch(function: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """What a function returns, and the seconds until the device has done all of it."""
+    """Return what a function returns, and the seconds until the device has done all of it."""
     synchronise(device)
     started = time.perf_counter()
     result = function()
@@ -28,7 +28,7 @@ def interleaved(
     repeats: int,
     warm_ups: int = 1,
 ) -> dict[str, tuple[float, ...]]:
-    """The seconds of each function, `repeats` times, in turns.
+    """Return the seconds of each function, `repeats` times, in turns.
 
     Turns let a machine that slows down or speeds up do so for all of them alike.
     """

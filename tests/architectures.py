@@ -128,18 +128,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gelu": mlp(nn.GELU()),
     "relu, pool": pooled(nn.ReLU(), nn.MaxPool2d(2), features=8),
     "pool, relu": pooled(nn.MaxPool2d(2), nn.ReLU(), features=8),
-    "relu in place, pool": pooled(nn.ReLU(inplace=True), nn.MaxPool2d(2), features=8),
-    "relu, pool, relu": pooled(nn.ReLU(), nn.MaxPool2d(2), nn.ReLU(), features=8),
     "relu, relu, pool": pooled(nn.ReLU(), nn.Tanh(), nn.ReLU(), nn.MaxPool2d(2), features=8),
-    "pool with rows left over": pooled(nn.MaxPool2d(2), nn.ReLU(), features=8, size=(7, 7)),
-    "pool of ceiling mode": pooled(
-        nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True), features=12, size=(7, 6)
-    ),
     "pool with overlaps": pooled(nn.ReLU(), nn.MaxPool2d(3, 2), features=8, size=(7, 7)),
     "pool with padding": pooled(nn.ReLU(), nn.MaxPool2d(2, padding=1), features=18),
     "pool with gaps": pooled(nn.ReLU(), nn.MaxPool2d(2, 3), features=8, size=(7, 7)),
     "pool with dilation": pooled(nn.ReLU(), nn.MaxPool2d(2, 2, dilation=2), features=4),
-    "pool, not square": pooled(nn.MaxPool2d((1, 2)), nn.ReLU(), features=16),
     "average pool": pooled(nn.ReLU(), nn.AvgPool2d(2), features=8),
     "two poolings": Architecture(
         lambda: nn.Sequential(
@@ -149,11 +142,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         (1, 8, 9),
     ),
     "convolution with padding": convolved(24, 3, padding=(1, 2), size=(4, 3)),
-    "convolution with wide padding": convolved(32, 1, padding=1, size=(3, 3)),
     "convolution with stride": convolved(8, 2, stride=2, size=(5, 6)),
     "convolution with dilation": convolved(12, 2, dilation=2),
     "convolution in groups": convolved(12, 3, groups=2),
-    "convolution without bias": convolved(12, 3, bias=False),
     "convolution, same": convolved(12, 3, padding="same", size=(3, 4)),
     "convolution of a line": Architecture(
         lambda: nn.Sequential(

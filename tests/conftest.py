@@ -63,10 +63,8 @@ def quick_run(scans, tmp_path_factory) -> Run:
 LONGEST = (
     "test_reproduction",
     "test_reproduction_numbers",
-    "test_reproduction_refused",
     "test_docs",
     "test_distributed",
-    "test_distributed_failures",
     "test_checkpoints",
     "test_estimators",
     "test_zoo",
@@ -77,14 +75,13 @@ LONGEST = (
     "test_reference",
     "test_commands_processes",
     "test_numerical",
-    "test_resuming",
     "test_memory",
-    "test_integration_processes",
-    "test_notebook",
-    "test_distributed_results",
+    "test_storage",
+    "test_scoring_at_scale",
+    "test_report_browser",
 )
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
-TOGETHER = LONGEST[:3]
+TOGETHER = LONGEST[:2]
 
 
 def pytest_collection_modifyitems(items):

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import struct
 import tempfile
 import traceback
 import warnings
@@ -34,20 +33,10 @@ from deltabars.errors import DeltaBarsError
 from deltabars.recipes.images import read_cifar10, read_idx
 from deltabars.storage import format as storage
 from tests.networks import make_case
-from tests.recipes.test_recipes_paper import idx_bytes
+from tests.scans import idx_bytes
 
 ABSURD = (-1, 0, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1)
-TEXTS = (
-    "-1",
-    "1e999",
-    "NaN",
-    "Infinity",
-    "4611686018427387904",
-    "null",
-    "[]",
-    '"\\u0000"',
-    "../..",
-)
+TEXTS = ("-1", "1e999", "NaN", "Infinity", f"{2**62}", "null", "[]", '"\\u0000"', "../..")
 LONGEST_MESSAGE = 700
 _PATIENCE = 60  # seconds that a child may take
 
@@ -90,48 +79,35 @@ def _truncate(content: bytearray, draw: random.Random) -> bytes:
 
 def _flip(content: bytearray, draw: random.Random) -> bytes:
     early = draw.random() < 0.5  # headers come first
-    for _ in range(draw.randint(1, 8)):
-        if content:
-            content[draw.randrange(min(len(content), 400) if early else len(content))] ^= (
-                1 << draw.randrange(8)
-            )
+    for _ in range(draw.randint(1, 8) if content else 0):
+        place = draw.randrange(min(len(content), 400) if early else len(content))
+        content[place] ^= 1 << draw.randrange(8)
     return bytes(content)
 
 
 def _put_number(content: bytearray, draw: random.Random) -> bytes:
-    number = draw.choice(ABSURD)
-    form = draw.choice(("<q", ">q", "<i", ">i", "<h", ">h"))
-    size = struct.calcsize(form)
-    low = number & (256**size - 1)
+    size = draw.choice((2, 4, 8))
+    low = draw.choice(ABSURD) & (256**size - 1)
     place = draw.randrange(min(len(content), 400) + 1)
-    content[place : place + size] = low.to_bytes(size, "little" if form[0] == "<" else "big")
+    content[place : place + size] = low.to_bytes(size, draw.choice(("little", "big")))
     return bytes(content)
 
 
 def _put_text(content: bytearray, draw: random.Random) -> bytes:
     """Some number in a text becomes an absurd one, or another thing."""
     found = list(re.finditer(rb"\d+|\"[\w.]+\"", bytes(content[:4000])))
-    if not found:
-        return bytes(content)
-    match = draw.choice(found)
-    return bytes(content[: match.start()]) + draw.choice(TEXTS).encode() + bytes(
-        content[match.end() :]
-    )  # fmt: skip
+    if found:
+        match = draw.choice(found)
+        content[match.start() : match.end()] = draw.choice(TEXTS).encode()
+    return bytes(content)
 
 
 def _splice(content: bytearray, draw: random.Random) -> bytes:
-    if not content:
-        return draw.randbytes(20)
-    start, length = draw.randrange(len(content)), draw.randint(1, 200)
+    start, length = draw.randrange(len(content) + 1), draw.randint(1, 200)
     piece = content[start : start + length]
-    kind = draw.randrange(4)
-    if kind == 0:
-        return bytes(content[:start] + content[start + length :])
-    if kind == 1:
-        return bytes(content[:start] + piece * draw.randint(2, 50) + content[start:])
-    if kind == 2:
-        return bytes(content) + draw.randbytes(length)
-    return bytes(content[:start] + draw.randbytes(len(piece)) + content[start + length :])
+    new = (b"", piece * draw.randint(2, 50), draw.randbytes(len(piece)))
+    content[start : start + length] = draw.choice(new)
+    return bytes(content)
 
 
 def _tamper(content: bytearray, draw: random.Random) -> bytes:
@@ -276,24 +252,19 @@ def subjects() -> list[Subject]:
     def read_fit(path: Path) -> None:
         deltabars.load(path, case.model, progress=False).predict(case.unseen)
 
-    def forged(path: Path) -> None:
+    def read_forged(path: Path) -> None:
         """The header, altered, with a digest that is right."""
-        header = json.loads(path.read_bytes())
+        try:
+            header = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise DeltaBarsError("no JSON") from error
+        if not isinstance(header, dict):
+            raise DeltaBarsError("no header")
         storage.write(path.with_suffix(".forged"), header, tensors)
         try:
             read_fit(path.with_suffix(".forged"))
         finally:
             path.with_suffix(".forged").unlink()
-
-    def read_forged(path: Path) -> None:
-        try:
-            forged(path)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise DeltaBarsError("no JSON") from error
-        except (AttributeError, TypeError) as error:
-            if "mapping" not in str(error):  # of what is no header, so that it is not written
-                raise
-            raise DeltaBarsError("no header") from error
 
     def weights(path: Path) -> None:
         NamedModel("tests.networks:dense", str(path)).load()

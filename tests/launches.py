@@ -12,21 +12,19 @@ import pyarrow.dataset
 import pyarrow.parquet
 
 from deltabars.cli.entry import main
-from deltabars.runtime import distributed as watching
 from tests.stopping import end, start
 
 ROOT = Path(__file__).resolve().parents[1]
-# Inputs that are made when they are asked for; each time one is, its number and rank are noted.
+# Inputs that are made when they are asked for; each time one is, its number and process are noted.
 DATA = """\
 import os, time
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Made(Dataset):
-    def __init__(self, count, log="", pause=0.0, slow_rank=None, fails_at=None, seed=0):
-        self.count, self.log, self.pause, self.slow_rank = count, log, pause, slow_rank
-        self.fails_at, self.seed = fails_at, seed
+    def __init__(self, count, log="", pause=0.0, fails_at=None):
+        self.count, self.log, self.pause, self.fails_at = count, log, pause, fails_at
 
     def __len__(self):
         return self.count
@@ -34,31 +32,16 @@ class Made(Dataset):
     def __getitem__(self, number):
         if number == self.fails_at:
             raise FileNotFoundError(2, "No such file or directory", f"{number}.png")
-        rank = os.environ.get("RANK", "0")
-        if self.slow_rank is None or rank == str(self.slow_rank):
-            time.sleep(self.pause)
+        time.sleep(self.pause)
         if self.log:
             with open(self.log, "a") as file:
-                file.write(f"{rank} {number}\\n")
-        generator = torch.Generator().manual_seed(1000 * self.seed + number)
+                file.write(f"{os.environ.get('RANK', '0')} {number}\\n")
+        generator = torch.Generator().manual_seed(number)
         return torch.rand(1, 8, 8, generator=generator), number % 10
 
 
-class Stream(IterableDataset):
-    def __init__(self, count, of_rank=False, **options):
-        more = 3 * int(os.environ.get("RANK", "0")) if of_rank else 0
-        self.made, self.count = Made(count, **options), count + more
-
-    def __iter__(self):
-        return (self.made[number] for number in range(self.count))
-
-
-def loader(count, batch_size=5, shuffle=False, **options):
-    return DataLoader(Made(count, **options), batch_size=batch_size, shuffle=shuffle)
-
-
-def odd_loader(count, **options):
-    return DataLoader(Made(count, **options), batch_sampler=[[1, 0], [4, 2, 3]])
+def loader(count, batch_size=5, **options):
+    return DataLoader(Made(count, **options), batch_size=batch_size)
 """
 
 
@@ -83,7 +66,6 @@ def launch_all(
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
         )  # fmt: skip
-        watching._SILENCE = 4.0  # half a minute is long for a test
         with open(f"{said}.{rank}", "w", buffering=1) as file:
             os.dup2(file.fileno(), 2)  # torch's own library writes there too
             sys.stdout = sys.stderr = file

@@ -13,7 +13,7 @@ from torch import nn
 from deltabars.errors import SpectrumWarning
 from tests.random_problems import ESTIMATORS, THEOREM, Problem
 
-# An inverse of condition κ is right to κ·eps; those of random problems have 1e6 at the most.
+# An inverse of condition κ is right to κ·eps; those of random problems have 1e6 at most.
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
 SLACK = 1e-9
 
@@ -34,17 +34,6 @@ def dense_values_at_full_rank(problem: Problem) -> None:
         close(out.std, exact)
         close(out.variance, exact.square())
         close(out.score.square(), exact.square().sum(1))
-
-
-def parts_hang_together(problem: Problem) -> None:
-    for rank in (1, 5):
-        for out in problem.predictions(rank).values():
-            close(out.std.square(), out.variance)
-            close(out.score.square(), out.variance.sum(1))
-            assert bool((out.std_low <= out.std + SLACK).all())
-            assert bool((out.std <= out.std_high + SLACK).all())
-            assert bool((out.score_low <= out.score + SLACK).all())
-            assert bool((out.score <= out.score_high + SLACK).all())
 
 
 def covariances_are_positive_semidefinite(problem: Problem) -> None:
@@ -144,15 +133,6 @@ def a_moved_l2_is_a_fresh_fit(problem: Problem) -> None:
                     close(out.std_error, fresh[name].std_error)
 
 
-def more_l2_is_less_variance(problem: Problem) -> None:
-    for estimator in ("hessian", "opg", "ggn"):
-        less = problem.predict(estimator)
-        more = replace(problem, l2=2 * problem.l2).predict(estimator)
-        assert bool((more.variance <= less.variance * (1 + SLACK)).all())
-        if estimator in THEOREM:  # 2(A + λ) is not below A + 2λ
-            assert bool((2 * more.variance >= less.variance * (1 - SLACK)).all())
-
-
 def a_large_l2_leaves_the_length_of_f(problem: Problem) -> None:
     """With λ above all curvature Σ is I/(λN), whatever the estimator."""
     other = replace(problem, l2=1e12)
@@ -223,7 +203,6 @@ def intervals_narrow_and_hold(problem: Problem) -> None:
 
 LAWS: tuple[Callable[[Problem], None], ...] = (
     dense_values_at_full_rank,
-    parts_hang_together,
     covariances_are_positive_semidefinite,
     order_of_the_examples_is_nothing,
     batches_are_nothing,
@@ -231,7 +210,6 @@ LAWS: tuple[Callable[[Problem], None], ...] = (
     names_are_nothing,
     each_example_again_divides_the_variance,
     a_moved_l2_is_a_fresh_fit,
-    more_l2_is_less_variance,
     a_large_l2_leaves_the_length_of_f,
     loss_and_l2_scale_together,
     low_rank_is_less_than_full_rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import torch
 
 from benchmarks.subject import upscaled_digits
 from deltabars.cli.entry import main
-from tests.recipes.test_recipes_paper import idx_bytes
 
 TRAIN, TEST = 600, 200
 STEPS = 20
@@ -26,6 +26,11 @@ QUICK = (
     *SMALLER, "--steps", STEPS, "--rank", 5,
     "--initialisations", 2, "--hessians", 2, "--hessian-rank", 2, "--samples", 4,
 )  # fmt: skip
+
+
+def idx_bytes(array: np.ndarray, magic: bytes = b"\x00\x00\x08") -> bytes:
+    """An array as an idx file has it."""
+    return magic + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + bytes(array)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import deltabars
+from deltabars.errors import StorageError
 from deltabars.fitting.checkpoints import CheckpointFolder
+from deltabars.storage import format as storage
 
 L2 = 0.05
 PARTS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
@@ -109,15 +112,15 @@ def killed_until_it_ends(
     """Start a fit in its own process, kill it at a random moment, and again until it ends.
 
     Args:
-        steps: each process is killed when it has written up to so many files, and some
+        steps: each process is killed when it has saved up to so many states, and some
             milliseconds later: in the middle of a product as well as of a file.
         most: after so many kills it is let live.
     """
     count = Killed()
     while True:
         pid = start(lambda: fit(folder, **options))
-        until = _newest(folder) + chance.randint(0, steps)
-        while count.kills >= most or _newest(folder) < until:
+        until = saved(folder) + chance.randint(0, steps)
+        while count.kills >= most or saved(folder) < until:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 assert status == 0
@@ -127,18 +130,22 @@ def killed_until_it_ends(
         os.kill(pid, signal.SIGKILL)
         assert end(pid) in (-signal.SIGKILL, 0)
         count.kills += 1
-        count.with_state += any(folder.glob("state-*"))
+        count.with_state += saved(folder) > 0
 
 
-def _newest(folder: Path) -> int:
-    """The number of the last file that was written."""
-    return max((int(path.stem.split("-")[1]) for path in folder.glob("[rs]*-*.saf*")), default=0)
+def saved(folder: Path) -> int:
+    """How many states a fit has saved in a folder."""
+    total = 0
+    for path in folder.glob("[a-z]*.safetensors"):
+        with suppress(StorageError):
+            total += int(storage.read_header(path)["number"])
+    return total
 
 
-def kill_after(folder: Path, files: int, **options: Any) -> None:
-    """Kill a fit when it has written so many files, with a state among them."""
+def kill_after(folder: Path, states: int, **options: Any) -> None:
+    """Kill a fit when it has saved so many states."""
     pid = start(lambda: fit(folder, **options))
-    while len(list(folder.glob("state-*"))) < 2 or _newest(folder) < files:
+    while saved(folder) < states:
         assert os.waitpid(pid, os.WNOHANG)[0] == 0, "The fit ended before that."
         time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)

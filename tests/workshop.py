@@ -86,20 +86,16 @@ def make_workshop(folder: Path) -> Workshop:
     digits = load_digits()
     train = digits.train_images[:TRAIN], digits.train_labels[:TRAIN]
     test = digits.test_images[:TEST], digits.test_labels[:TEST]
-    write_pictures(folder / "train", *train)
-    write_pictures(folder / "test", *test)
-    write_pictures(folder / "flat", test[0], None)
+    for name, images, labels in (("train", *train), ("test", *test), ("flat", test[0], None)):
+        write_pictures(folder / name, images, labels)
     (folder / "net.py").write_text(NET)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
     train_to_convergence(model, *in_order(*train), L2, steps=150)
     save_file(model.state_dict(), folder / "net.safetensors")
     torch.save({"epoch": 7, "state_dict": model.state_dict()}, folder / "net.pt")
-    np.savez(
-        folder / "test.npz",
-        images=(test[0][:, 0] * 255).round().to(torch.uint8).numpy(),
-        labels=test[1].numpy(),
-    )
+    pixels = (test[0][:, 0] * 255).round().to(torch.uint8).numpy()
+    np.savez(folder / "test.npz", images=pixels, labels=test[1].numpy())
     found = Workshop(folder, model, in_order(*train), in_order(*test))
     assert main(["fit", *found.options, "--out", str(found.run), "--quiet"]) == 0
     return found

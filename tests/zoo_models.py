@@ -13,13 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 TOKENS = 6
 
 
-def cells(net: nn.Module, x: Tensor) -> Tensor:
-    h = c = x.new_zeros(x.shape[0], 3)
-    for step in x.unbind(1):
-        h, c = net.core(step, (h, c))
-    return net.head(h)
-
-
 def steps(net: nn.Module, x: Tensor) -> Tensor:
     h = None
     for step in x.unbind(1):
@@ -56,10 +49,6 @@ class BasicBlock(nn.Module):
         return F.relu(out, inplace=True)
 
 
-def encoded(net: nn.Module, x: Tensor) -> Tensor:
-    return net.head(net.core(x).mean(1))
-
-
 def masked(net: nn.Module, x: Tensor) -> Tensor:
     padding = torch.zeros_like(x[..., 0], dtype=torch.bool)
     padding[:, -1] = x[:, -1, 0] > 0
@@ -68,12 +57,6 @@ def masked(net: nn.Module, x: Tensor) -> Tensor:
 
 def attended(net: nn.Module, x: Tensor) -> Tensor:
     return net.head(net.core(x, x, x, need_weights=False)[0].mean(1))
-
-
-def time_first(net: nn.Module, x: Tensor) -> Tensor:
-    x = x.transpose(0, 1)
-    out, weights = net.core(x, x, x)
-    return net.head(out.mean(0)) + weights.mean((1, 2))[:, None]
 
 
 def looked_up(net: nn.Module, x: Tensor) -> Tensor:
@@ -125,13 +108,6 @@ def two_inputs(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def named_inputs(net: nn.Module, left: Tensor, right: Tensor) -> Any:
     return SimpleNamespace(logits=net.head((net.a(left) * net.b(right)).tanh()))
-
-
-def frozen_trunk() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-    model[0].requires_grad_(False)
-    model[1].requires_grad_(False)
-    return model
 
 
 class Adapted(nn.Module):

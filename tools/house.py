@@ -1,4 +1,4 @@
-"""Measure the house: entries, files, lines, import chains and cycles.
+"""Measure the house: entries, files, lines, imports, and the ways of a fit and a prediction.
 
 python tools/house.py            # print the numbers beside their limits; exit 1 if one is over
 """
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import grimp
+from walk import walks
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "deltabars"
@@ -19,6 +20,8 @@ LIMITS = {
     "lines of tests": 16_000,
     "longest import chain": 14,
     "modules in import cycles": 0,
+    "files that a fit passes through": 20,
+    "files that a prediction passes through": 20,
 }
 
 
@@ -79,6 +82,7 @@ def measure() -> tuple[dict[str, int], list[str], set[str]]:
         lines(ROOT / "tests"),
         len(chain),
         len(circular),
+        *map(len, walks().values()),
     )
     return dict(zip(LIMITS, values, strict=True)), chain, circular
 
@@ -88,7 +92,7 @@ def main() -> int:
     numbers, chain, circular = measure()
     for name, value in numbers.items():
         over = "" if value <= LIMITS[name] else "   OVER"
-        print(f"{name:36}{value:8,}   at most {LIMITS[name]:,}{over}")
+        print(f"{name:40}{value:8,}   at most {LIMITS[name]:,}{over}")
     print("longest chain: " + " > ".join(name.removeprefix("deltabars.") for name in chain))
     if circular:
         print("cycles: " + ", ".join(sorted(circular)))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from deltabars.eigen.pairs import EigenPairs
     from deltabars.fitting.checkpoints import CheckpointFolder
     from deltabars.fitting.fit import fit
-    from deltabars.fitting.fitted import DeltaFit
-    from deltabars.fitting.loading import load
+    from deltabars.fitting.fitted import DeltaFit, load
     from deltabars.prediction import metrics, ranking
     from deltabars.prediction.prediction import Prediction
     from deltabars.problem.parameters import last_layer
@@ -58,7 +57,7 @@ _DEFINED_IN = {
     "Problem": "problem.problem",
     "fit": "fitting.fit",
     "last_layer": "problem.parameters",
-    "load": "fitting.loading",
+    "load": "fitting.fitted",
     "trained": "cli.sources.models",
 }
 # Modules with a shorter name; those below the line are of version 0.5 and go with the next one.
@@ -67,7 +66,7 @@ _ALIASES = {
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",
     # ----
-    "blocks": "cli.blocks.predicting",
+    "blocks": "cli.blocks",
     "checkpoints": "fitting.checkpoints",
     "ranks": "runtime.distributed",
 }

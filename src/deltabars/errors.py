@@ -197,11 +197,13 @@ def warn(message: str, category: type[DeltaBarsWarning]) -> None:
 
 def library(name: str, extra: str) -> Any:
     """Return a library that an extra of deltabars installs, or refuse with that extra."""
+    root = name.partition(".")[0]
     try:
+        importlib.import_module(root)
         return importlib.import_module(name)
     except ImportError as error:
         wanted = f"pip install 'deltabars[{extra}]'"
-        raise MissingDependencyError(f"This needs {name.split('.')[0]}: {wanted}.") from error
+        raise MissingDependencyError(f"This needs {root}: {wanted}.") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -1,224 +1,273 @@
-"""The commands as a user's shell runs them: real processes, and a real bash that completes."""
+"""The commands as a user's shell runs them: real processes, signals, terminals, and bash."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
+import re
 import shutil
 import signal
 import subprocess
-import termios
+import sys
 import time
+import warnings
 from pathlib import Path
-from select import select
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from deltabars.cli import options as table
 from deltabars.cli.entry import main
-from tests.scans import command, environment, only_line
-from tests.workshop import TEST
+from deltabars.cli.runs import Run
+from deltabars.errors import BadValueError, in_options, on_command_line, option
+from deltabars.fitting.files import DTYPES
+from deltabars.likelihoods.base import LOSSES
+from deltabars.prediction.prediction import LEVELS
+from deltabars.prediction.ranking import CRITERIA
+from deltabars.problem.parameters import last_layer
+from deltabars.recipes.paper import RECIPES
+from tests.scans import command, environment
+from tests.workshop import TEST, contents
 
-COMMANDS = (
-    "demo", "fit", "predict", "rank", "spectrum", "report", "reproduce", "bench", "completion",
-)  # fmt: skip
-_COMPLETE = """\
-source "$1"
-COMP_WORDS=("${@:2}")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_deltabars
-printf '%s\\n' "${COMPREPLY[@]}"
+SLOW = """\
+import time
+from torch import nn
+from torch.utils.data import Dataset
+
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, number):
+        time.sleep(0.02)
+        import torch
+        return torch.ones(1, 8, 8), number % 10
 """
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    """The script for bash, from a real process."""
-    done = subprocess.run(command("completion", "bash"), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    path = tmp_path_factory.mktemp("completion") / "deltabars.bash"
-    path.write_text(done.stdout)
-    return path
-
-
-def complete(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of the words."""
-    done = subprocess.run(
-        ["bash", "-c", _COMPLETE, "bash", script, *words], capture_output=True, text=True
+def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, env=environment(), **options
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.split()
 
 
-class TestCompletion:
-    def test_bash_takes_the_script(self, script):
-        done = subprocess.run(
-            ["bash", "-c", f"source {script}; complete -p deltabars"],
-            capture_output=True,
-            text=True,
+class TestParsing:
+    def test_help_and_version_import_nothing_heavy(self):
+        program = (
+            "import sys\nfrom deltabars.cli import main\n"
+            "for given in (['fit', '--help'], ['--version'], ['fit', '--rank', 'many']):\n"
+            "    try:\n        main(given)\n    except SystemExit as end:\n"
+            "        print(end.code)\n"
+            "print(sorted({'torch', 'numpy', 'safetensors', 'tqdm'} & set(sys.modules)))"
         )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        lines = done.stdout.splitlines()
+        assert lines[-1] == "[]", done.stderr
+        assert [line for line in lines if line in ("0", "2")] == ["0", "0", "2"]
+
+    def test_help_has_every_command_and_examples(self, capsys):
+        assert main([]) == 0
+        whole = capsys.readouterr().out
+        for name in table.COMMANDS:
+            assert name in whole
+            with pytest.raises(SystemExit):
+                main([name, "--help"])
+            text = capsys.readouterr().out
+            assert re.search(rf"examples:\n  .*deltabars {name}", text)
+
+    def test_choices_are_those_of_the_library(self):
+        """Which the table has in full, so that nothing is imported to parse a line."""
+        assert {*LOSSES} == {*table.LOSSES}
+        assert CRITERIA == table.CRITERIA
+        assert tuple(DTYPES) == table.STORED
+        assert tuple(RECIPES) == table.EXPERIMENTS
+
+    def test_completion_is_a_script_of_shtab(self, tmp_path):
+        done = run("completion", "bash")
         assert done.returncode == 0, done.stderr
-        assert "-F _deltabars deltabars" in done.stdout
-
-    def test_commands_options_and_values(self, script):
-        assert complete(script, "deltabars", "") == list(COMMANDS)
-        assert complete(script, "deltabars", "re") == ["report", "reproduce"]
-        assert complete(script, "deltabars", "fit", "--mo") == ["--model", "--model-args"]
-        assert complete(script, "deltabars", "fit", "--estimator", "s") == ["sandwich"]
-        assert complete(script, "deltabars", "rank", "run", "--by", "t") == ["target"]
-        assert complete(script, "deltabars", "completion", "z") == ["zsh"]
-        assert complete(script, "deltabars", "fit", "--data", "tr") == []  # left to file names
-
-    def test_zsh_goes_by_bash(self, script, capsys):
-        assert main(["completion", "zsh"]) == 0
-        text = capsys.readouterr().out
-        assert text.endswith(script.read_text())
-        assert "bashcompinit" in text
-
-    @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-    def test_zsh_takes_the_script(self, tmp_path, capsys):
-        assert main(["completion", "zsh"]) == 0
-        (tmp_path / "s.zsh").write_text(capsys.readouterr().out)
-        done = subprocess.run(
-            ["zsh", "-f", "-c", f"source {tmp_path / 's.zsh'}; whence -w _deltabars"],
-            capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)},
-        )  # fmt: skip
-        assert "function" in done.stdout, done.stderr
+        assert all(word in done.stdout for word in ("reproduce", "--model-args", "sandwich"))
+        check = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
+        assert (check.returncode, check.stderr) == (0, "")
 
 
-def test_every_command_in_a_process_of_its_own(workshop, tmp_path):
+def test_a_fit_and_a_table_in_processes_of_their_own(workshop, tmp_path):
     """From a model, weights and pictures to a table, with relative paths and plain lines."""
     for name in ("train", "test", "net.py", "net.safetensors"):
         (tmp_path / name).symlink_to(workshop.folder / name)
-    programs = (
+    outputs = []
+    for line in (
         "fit --model net.py:make --weights net.safetensors --data train --gray --l2 0.01 --out run",
         "predict run --data test --out test.csv --json",
-        "rank run --count 3",
-        "spectrum run",
-    )
-    outputs = []
-    for program in programs:
-        done = subprocess.run(
-            command(*program.split()), capture_output=True, text=True, cwd=tmp_path,
-            env=environment(),
-        )  # fmt: skip
+    ):
+        done = run(*line.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "\r" not in done.stderr  # no bar where there is no terminal
         outputs.append(done.stdout)
     assert "RUN: run" in outputs[0]
     assert json.loads(outputs[1])["inputs"] == TEST
     assert len((tmp_path / "test.csv").read_text().splitlines()) == TEST + 1
-    lines = outputs[2].splitlines()
-    assert sum("0." in line and " ± " in line for line in lines) == 3, outputs[2]
-    assert any(line.startswith(("bars", "ranking only", "meaningless")) for line in lines)
-    assert "effective parameters" in outputs[3]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_that_lacks_characters_is_no_failure(workshop, tmp_path, monkeypatch, encoding):
-    """Real streams that raise for λ, a bar on a terminal among them."""
-    shutil.copytree(workshop.folder / "train", tmp_path / "λ")
-    (tmp_path / "λ" / "digit 9").rename(tmp_path / "λ" / "digit ψ")
-    options = [*workshop.options, "--data", "λ"]
-    monkeypatch.chdir(tmp_path)
-    reader, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
-    said = b""
-    with open(terminal, "w", encoding=encoding, errors="strict") as error, out:
-        monkeypatch.setattr("sys.stdout", out)
-        monkeypatch.setattr("sys.stderr", error)
-        assert main(["fit", *options, "--out", "run"]) == 0
-        assert main(["rank", "run", "--per-class", "--count", "1"]) == 0
-        assert main(["spectrum", "run", "--values", "no/λ.csv"]) == 1
-        while select([reader], [], [], 0)[0]:
-            said += os.read(reader, 1 << 16)
-        out.flush()
-        shown = out.buffer.getvalue().decode(encoding)
-    os.close(reader)
-    letter = "λ" if encoding == "utf-8" else "lambda"
-    assert f", {letter} = 0.01" in shown
-    assert ("digit ψ" if encoding == "utf-8" else "digit \\u03c8") in shown
-    assert ("±" if encoding != "ascii" else "+/-") in shown
-    assert b"Reading the data" in said
-    assert b"Traceback" not in said
-
-
-def test_a_reader_that_has_seen_enough_is_no_error(workshop):
-    """`deltabars spectrum run --json | head -c 1`."""
-    with subprocess.Popen(
-        command("spectrum", workshop.run, "--json"), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=environment(),
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_examples(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert f"deltabars {name}" in text
-    assert "example" in text
-    assert "--config" in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("fit",),
-        ("fit", "--rank", "many"),
-        ("fit", "--memory-budget", "lots"),
-        ("fit", "--model-args", "[1]"),
-        ("predict", "run"),
-        ("rank", "run", "--by", "taste"),
-        ("completion", "fish"),
-        ("fit", "--conf", "x.toml"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code == 2
-    assert f"(usage: deltabars {arguments[0]} --help)" in only_line(capsys)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("demo",),
-        ("bench", "--only", "opg", "--json", "x.json"),
-        ("reproduce", "mnist", "--data", "mnist", "--small", "--weights", "w.npz"),
-        ("completion", "bash"),
-    ],
-)
-def test_the_other_commands_print_python_that_compiles(arguments, capsys):
-    assert main([*arguments, "--print-python"]) == 0
-    python = capsys.readouterr().out
-    imports = [line for line in python.splitlines() if line.startswith(("import", "from"))]
-    exec("\n".join(imports), {})
-    compile(python, "printed", "exec")
-
-
-def test_the_printed_python_of_completion_prints_the_script(script, capsys):
-    assert main(["completion", "bash", "--print-python"]) == 0
-    exec(compile(capsys.readouterr().out, "printed", "exec"), {})
-    assert capsys.readouterr().out == script.read_text()
-
-
-@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
-def test_ctrl_c_while_torch_is_imported(seconds):
-    process = subprocess.Popen(
-        command("spectrum", "--help"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+class TestEndings:
+    @pytest.mark.parametrize(
+        ("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
     )
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert "Traceback" not in error
-    assert error in ("", "deltabars: interrupted\n")
+    def test_a_fit_that_is_ended_leaves_no_half_run(self, tmp_path, number, word):
+        """A real process, ended while it reads data that take seconds."""
+        (tmp_path / "net.py").write_text(SLOW)
+        before = contents(tmp_path)
+        options = [
+            "--model",
+            "net.py:make",
+            "--untrained",
+            "--data",
+            "net.py:Slow",
+            "--l2",
+            "1",
+            "--out",
+            "run",
+        ]
+        process = subprocess.Popen(
+            command("fit", *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(), cwd=tmp_path, preexec_fn=answers_to_ctrl_c,
+        )  # fmt: skip
+        assert process.stderr is not None
+        assert "400 examples" in process.stderr.readline()
+        time.sleep(0.5)
+        process.send_signal(number)
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out) == (1, "")
+        assert error.splitlines()[-1] == f"deltabars: {word}"
+        assert "Traceback" not in error
+        assert contents(tmp_path) == before
+
+    def test_of_two_processes_that_make_one_run_one_is_refused(self, workshop, tmp_path):
+        running = [
+            subprocess.Popen(
+                command("fit", *workshop.options, "--out", "run", "--quiet"), text=True,
+                stderr=subprocess.PIPE, env=environment(), cwd=tmp_path,
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        said = [process.communicate()[1] for process in running]
+        assert sorted(process.returncode for process in running) == [0, 1], said
+        assert sum(text.count("\n") for text in said) == 1
+        assert contents(tmp_path) == {"run", "run/fit.deltabars", "run/run.json"}
+        assert Run.open(tmp_path / "run").load_fit().rank == 30
+
+    def test_a_reader_that_has_seen_enough_is_no_error(self, workshop):
+        """`deltabars spectrum run --json | head -c 1`."""
+        with subprocess.Popen(
+            command("spectrum", workshop.run, "--json"), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=environment(),
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 1
+
+
+def answers_to_ctrl_c():
+    """In a process to be: whatever runs the tests may have it ignored, or blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def test_a_terminal_that_lacks_characters_is_no_failure(workshop, monkeypatch):
+    """Streams that raise for λ."""
+    out, error = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", error)
+    assert main(["spectrum", str(workshop.run)]) == 0
+    assert main(["spectrum", str(workshop.run), "--values", "no/λ.csv"]) == 1
+    error.flush()
+    assert b"\\u03bb_K of opg" in out.buffer.getvalue()
+    assert b"expected a folder that exists" in error.buffer.getvalue()
+
+
+def test_a_run_of_version_0_5_loads(workshop, tmp_path, capsys):
+    """Its run.json names predictions to look at, `aside`; its judgements have other evidence."""
+    shutil.copytree(workshop.run, tmp_path / "run")
+    for part in ("test", "flat"):
+        data = str(workshop.folder / part)
+        assert main(["predict", str(tmp_path / "run"), "--data", data, "--quiet"]) == 0
+    for kept in tmp_path.glob("run/predictions/*.npz"):
+        arrays = dict(np.load(kept))
+        judgement = json.loads(str(arrays["judgement"]))
+        judgement["evidence"] = {"rank": 30, "opg": True, "last_layer": False, "distance": None}
+        np.savez(kept, **arrays | {"judgement": np.array(json.dumps(judgement))})
+    path = tmp_path / "run" / "run.json"
+    content = json.loads(path.read_text())
+    del content["latest"], content["model"]["untrained"]
+    content["aside"] = [list(content["predictions"])[-1]]
+    path.write_text(json.dumps(content))
+    found = Run.open(tmp_path / "run")
+    assert found.load_fit().rank == 30
+    assert found.latest().data.spec == str(workshop.folder / "test")
+
+
+NET = """
+import torch, warnings
+from torch import nn
+
+def net():
+    for k in range(3):
+        warnings.warn("mind\\nthe gap")
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(400, 4), torch.arange(400) % 3
+"""
+
+
+class TestLanguage:
+    """The command line says things in its own words: options, judgements, foreign warnings."""
+
+    def test_warnings_judgements_and_errors_name_options(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        Path("net.py").write_text(NET)
+        layers = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)
+        torch.save(nn.Sequential(*layers).state_dict(), "w.pt")
+
+        def said(line, code=0):
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")  # as a process of its own has it
+                assert main([*line.split(), "--quiet"]) == code
+            return capsys.readouterr()
+
+        fit = "fit --model net.py:net --weights w.pt --data net.py:data --out"
+        text = said(f"{fit} run --l2 1e-4 --rank 20").err
+        assert text.count("Expected weights near an optimum") == 1
+        assert "--params last-layer" in text
+        assert not re.search(r"params=|rank=|last_layer|\.py", text)
+        assert text.splitlines().count("deltabars: warning: mind the gap") == 1
+        for line in ("predict run --data net.py:data", "rank run"):
+            assert re.search("^(meaningless|ranking only): ", said(line).out, re.MULTILINE)
+            assert json.loads(said(f"{line} --json").out)["judgement"]["level"] in LEVELS[1:]
+        error = said(f"{fit} new --l2 0.1 --rank 5 --tolerance 0.1", code=1).err
+        assert "--rank auto" in error
+        assert "rank=" not in error
+
+    def test_no_name_is_taken_for_an_option(self):
+        assert option("rank", "auto") == "rank='auto'"
+        with on_command_line({"rank", "params", "dtype", "memory_budget"}):
+            assert option("rank", "auto") == "--rank auto"
+            assert option("params", last_layer()) == "--params last-layer"
+            assert option("dtype", torch.float64) == "--dtype float64"
+            assert option("memory_budget=") == "--memory-budget"
+            assert option("rank", None) == "no --rank"
+            assert option("moderation", "auto") == "moderation='auto'"  # it has no such option
+            mine = "rank: expected a number, got 'rank=3: expected params=x'."
+            assert in_options(mine) == f"--{mine}"
+            assert in_options("rank/5.pt: expected a file") == "rank/5.pt: expected a file"
+            with pytest.raises(BadValueError, match=r"got '--l2: params=x'"):
+                raise BadValueError("l2: expected a number, got '--l2: params=x'.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError, DataError, DataWarning
-from deltabars.problem.inputs import Signature
+from deltabars.problem.data import Signature
 from deltabars.recipes.images import read_mnist
 from tests.scans import only_line
 from tests.workshop import TEST, TRAIN
@@ -29,38 +28,16 @@ from tests.workshop import TEST, TRAIN
 DATA = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-import helper
 
 pair = torch.rand(6, 2), torch.arange(6) % 2
-
-
-def tensors(count=6):
-    return pair[0][:count], pair[1][:count]
-
-
-def dataset():
-    found = TensorDataset(*pair)
-    found.classes = ["cat", "dog"]
-    return found
-
-
-def loader():
-    return DataLoader(dataset(), batch_size=4)
-
-
-def shuffled():
-    return DataLoader(dataset(), batch_size=4, shuffle=True)
-
-
-def inputs():
-    return pair[0]
-
-
-def words():
-    return "words"
+tensors = lambda count=6: (pair[0][:count], pair[1][:count])
+dataset = TensorDataset(*pair)
+dataset.classes = ["cat", "dog"]
+loader = lambda: DataLoader(dataset, batch_size=4)
+shuffled = lambda: DataLoader(dataset, batch_size=4, shuffle=True)
+inputs = lambda: pair[0]
+words = lambda: "words"
 """
-
-
 NET = """\
 import deltabars
 import torch
@@ -75,15 +52,16 @@ def make(outputs=3):
 
 @pytest.fixture
 def data_file(tmp_path):
-    (tmp_path / "helper.py").write_text("")
     path = tmp_path / "data.py"
     path.write_text(DATA)
     return path
 
 
 class TestModels:
-    @pytest.mark.parametrize("name", ["make", "Net", "ready"])
-    @pytest.mark.parametrize("weights", ["net.safetensors", "net.pt"])
+    @pytest.mark.parametrize(
+        ("name", "weights"),
+        [("make", "net.safetensors"), ("Net", "net.pt"), ("ready", "net.pt")],
+    )
     def test_functions_classes_and_modules(self, name, weights, workshop):
         spec = f"{workshop.folder / 'net.py'}:{name}"
         found = NamedModel(spec, str(workshop.folder / weights)).load()
@@ -97,7 +75,6 @@ class TestModels:
         sizes = {"in_features": 2, "out_features": 3}
         for spec in ("my_net_for_test:make", "torch.nn:Linear"):
             assert NamedModel(spec, arguments=sizes).load().out_features == 3
-        assert str(tmp_path) not in sys.path
 
     def test_tied_weights_have_one_name_in_the_file(self, tmp_path):
         (tmp_path / "tied.py").write_text(
@@ -107,9 +84,7 @@ class TestModels:
         spec, path = f"{tmp_path / 'tied.py'}:make", str(tmp_path / "tied.safetensors")
         model = NamedModel(spec).load()
         save_model(model, path)
-        again = NamedModel(spec, path).load()
-        assert torch.equal(again[0].weight, model[0].weight)
-        assert again[1].weight is again[0].weight
+        assert torch.equal(NamedModel(spec, path).load()[1].weight, model[0].weight)
 
     def test_a_file_is_run_once_and_again_when_it_changes(self, tmp_path, capsys):
         path = tmp_path / "net.py"
@@ -142,16 +117,16 @@ class TestFolders:
     def test_size_crop_and_normalisation(self, tmp_path):
         columns = np.repeat(np.arange(12, dtype=np.uint8)[None], 6, 0) * 20  # (6, 12)
         Image.fromarray(np.stack([columns, columns // 2, 0 * columns], -1)).save(tmp_path / "a.png")
-        spec = str(tmp_path)
-        plain = NamedData(spec).load().dataset[0]
-        assert plain.shape == (3, 6, 12)
+
+        def first(**options):
+            return NamedData(str(tmp_path), **options).load().dataset[0]
+
+        plain = first()
         assert torch.equal(plain[0], torch.from_numpy(columns) / 255)
-        normal = NamedData(spec, mean=(0.5,), std=(0.1, 0.2, 0.4)).load().dataset[0]
         each = torch.tensor([0.1, 0.2, 0.4])[:, None, None]
-        assert torch.equal(normal, (plain - 0.5) / each)
-        assert NamedData(spec, size=(3, 5)).load().dataset[0].shape == (3, 3, 5)
-        middle = NamedData(spec, size=(6, 6), crop=True).load().dataset[0]
-        assert torch.equal(middle, plain[:, :, 3:9])
+        assert torch.equal(first(mean=(0.5,), std=(0.1, 0.2, 0.4)), (plain - 0.5) / each)
+        assert first(size=(3, 5)).shape == (3, 3, 5)
+        assert torch.equal(first(size=(6, 6), crop=True), plain[:, :, 3:9])
 
     def test_what_is_left_out_is_counted(self, tmp_path):
         pixels = Image.new("L", (2, 2))
@@ -165,20 +140,17 @@ class TestFolders:
         (root / "b" / "notes.txt").write_text("")
         pixels.save(root / "b" / "deeper" / "x.PNG")
         (root / "a").symlink_to(outside)
+        (root / "empty").mkdir()
         (root / "b" / "loop").symlink_to(root)
         (root / "b" / "link.png").symlink_to(outside / "far.png")
         (root / "b" / "broken.png").symlink_to(tmp_path / "nothing.png")
-        with pytest.warns(DataWarning, match="3 files in .* were left out, such as"):
+        with pytest.warns(DataWarning) as said:
             source = NamedData(str(root)).load()
+        assert "1 of 3 classes have no picture: empty/" in str(said[0].message)
+        assert "3 files in" in str(said[1].message)
         assert source.names == ("a/far.png", "b/deeper/x.PNG", "b/link.png")
-        assert source.classes == ("a", "b")
-
-    def test_an_empty_class_is_kept_with_a_warning(self, tmp_path):
-        (tmp_path / "a").mkdir()
-        (tmp_path / "b").mkdir()
-        Image.new("L", (2, 2)).save(tmp_path / "b" / "x.png")
-        with pytest.warns(DataWarning, match=r"1 of 2 classes have no picture: a/"):
-            assert NamedData(str(tmp_path)).load().targets.tolist() == [1]
+        assert source.classes == ("a", "b", "empty")
+        assert source.targets.tolist() == [0, 1, 1]
 
     def test_odd_names_and_the_fingerprint(self, tmp_path):
         for name in (b"line\nbreak.png", b"latin \xe9.png", "größe ✓.png".encode()):
@@ -208,32 +180,26 @@ class TestArrays:
         np.savez(tmp_path / "a.npz", inputs=values, targets=values[:, :1])
         source = NamedData(str(tmp_path / "a.npz")).load()
         assert torch.equal(source.data[0], torch.from_numpy(values).float())
-        assert source.picture is None
 
-    @pytest.mark.parametrize(
-        ("arrays", "said"),
-        [
+    def test_refused(self, tmp_path):
+        for arrays, said in (
             ({"pictures": np.zeros(3)}, "'inputs', 'images' or 'x'.* got pictures"),
             ({"x": np.zeros(3), "inputs": np.zeros(3)}, "expected one array"),
             ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, "one target for each of 3 inputs"),
             ({"x": np.zeros((3, 7, 7, 7), np.uint8)}, "images of bytes"),
             ({"x": np.array(["a"])}, "expected arrays of numbers"),
-        ],
-    )
-    def test_refused(self, arrays, said, tmp_path):
-        np.savez(tmp_path / "a.npz", **arrays)
-        with pytest.raises(DataError, match=said):
-            NamedData(str(tmp_path / "a.npz")).load()
+        ):
+            np.savez(tmp_path / "a.npz", **arrays)
+            with pytest.raises(DataError, match=said):
+                NamedData(str(tmp_path / "a.npz")).load()
 
-    def test_mnist_files_by_part(self, scans):
+    def test_mnist_and_cifar_by_part(self, scans, tmp_path):
         source = NamedData(str(scans), part="test", mean=(0.1,), std=(0.3,)).load()
         images, labels = read_mnist(scans, "test")
         assert torch.equal(source.data[0], (images - 0.1) / 0.3)
         assert torch.equal(source.targets, labels)
         assert source.classes == tuple("0123456789")
         assert len(NamedData(str(scans)).load()) == 600
-
-    def test_cifar_files(self, tmp_path):
         records = np.random.default_rng(0).integers(0, 10, (3, 3073), dtype=np.uint8)
         records.tofile(tmp_path / "test_batch.bin")
         source = NamedData(str(tmp_path), part="test").load()
@@ -242,7 +208,7 @@ class TestArrays:
 
 
 class TestFactories:
-    @pytest.mark.parametrize("name", ["pair", "tensors", "dataset", "loader"])
+    @pytest.mark.parametrize("name", ["tensors", "dataset", "loader"])
     def test_all_kinds_give_the_same_batches(self, name, data_file):
         source = NamedData(f"{data_file}:{name}").load()
         inputs, targets = NamedData(f"{data_file}:pair").load().data
@@ -251,15 +217,13 @@ class TestFactories:
         assert torch.equal(torch.cat([batch.targets for batch in batches]), targets)
         assert torch.equal(source.read_targets(Signature.of(inputs)), targets)
         assert len(source) == 6
-        assert source.classes == (("cat", "dog") if name in ("dataset", "loader") else None)
+        assert source.classes == (None if name == "tensors" else ("cat", "dog"))
         found = source.inputs(Signature.of(inputs))
         assert torch.equal(found[2][0] if name == "dataset" else found[2], inputs[2])
 
     def test_arguments_and_inputs_alone(self, data_file):
         assert len(NamedData(f"{data_file}:tensors", arguments={"count": 2}).load()) == 2
-        source = NamedData(f"{data_file}:inputs").load()
-        (batch,) = source.batches(Signature.of(source.data))
-        assert batch.targets is None
+        assert NamedData(f"{data_file}:inputs").load().targets is None
 
     def test_refused(self, data_file):
         for name, options, said in (
@@ -294,26 +258,24 @@ class TestTables:
         code = main(["predict", "run", "--data", data, *options])
         return pandas.read_csv("a.csv") if code == 0 else None
 
-    @pytest.mark.parametrize("ending", ["csv", "parquet", "tsv.csv"])
+    @pytest.mark.parametrize("ending", ["parquet", "tsv.csv"])
     def test_names_of_classes_as_targets(self, ending, place):
         def write(frame, name):
+            name = f"{name}.{ending}"
             if ending == "parquet":
-                frame.to_parquet(f"{name}.{ending}", index=False)
+                frame.to_parquet(name, index=False)
             else:
-                separator = "\t" if "tsv" in ending else ","
-                frame.to_csv(f"{name}.{ending}", index=False, sep=separator)
-            return f"{name}.{ending}"
+                frame.to_csv(name, index=False, sep="\t")
+            return name
 
         assert self.fit(write(place, "train"), "--target", "kind") == 0
         run = Run.open("run")
         assert run.classes == ("ant", "bee", "cat")
         x = torch.tensor(place.drop(columns="kind").to_numpy())
-        y = torch.tensor([{"ant": 0, "bee": 1, "cat": 2}[kind] for kind in place["kind"]])
-        model = run.model.load()
-        expected = deltabars.fit(model, (x, y), l2=0.5, progress=False).predict(x)
+        y = torch.tensor([run.classes.index(kind) for kind in place["kind"]])
+        fit = deltabars.fit(run.model.load(), (x, y), l2=0.5, progress=False)
         found = self.predict(write(place, "test"))
-        for k, name in enumerate(run.classes):
-            assert np.allclose(found[f"std_{name}"], expected.std[:, k].numpy(), rtol=1e-5)
+        assert np.allclose(found["std_bee"], fit.predict(x).std[:, 1].numpy(), rtol=1e-5)
         assert found["target_name"].tolist() == place["kind"].tolist()
         some = place[place["kind"] != "ant"]  # the classes that are there are found by their names
         assert self.predict(write(some, "some"))["target_name"].tolist() == some["kind"].tolist()
@@ -323,50 +285,39 @@ class TestTables:
         for values, likelihood, outputs in (
             (np.arange(60) % 3, "categorical", 3),
             (np.linspace(-1, 1, 60), "gaussian", 1),
-            (np.arange(60) % 7 - 3, "gaussian", 1),
         ):
             place.assign(kind=values).to_csv("train.csv", index=False)
             options = ("--target", "kind", "--likelihood", likelihood)
             made = ("--model-args", json.dumps({"outputs": outputs}))
             assert self.fit("train.csv", *options, *made) == 0
-            target = self.predict("train.csv")["target"]
-            assert np.allclose(target, values)
+            assert np.allclose(self.predict("train.csv")["target"], values)
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
+    def test_refused_at_the_fit(self, place, capsys):
+        for number, (change, said) in enumerate((
             (lambda t: t.assign(x1="red"), "got others: x1. Leave them out"),
             (lambda t: t.assign(x1=t["x1"].mask(t.index < 7)), "missing ones: 7 in 'x1'"),
             (lambda t: t.assign(kind=t["kind"].mask(t.index < 2)), "2 in 'kind'"),
             (lambda t: t.rename(columns={"kind": "sort"}), "--target: expected a column"),
             (lambda t: t.rename(columns={"x1": ""}), "index=False"),
             (lambda t: t[:0], "expected rows"),
-        ],
-    )
-    @pytest.mark.parametrize("ending", ["csv", "parquet"])
-    def test_refused_at_the_fit(self, change, said, ending, place, capsys):
-        frame = change(place)
-        write = frame.to_csv if ending == "csv" else frame.to_parquet
-        write(f"train.{ending}", index=False)
-        assert self.fit(f"train.{ending}", "--target", "kind") == 1
-        assert said in only_line(capsys)
+        )):  # fmt: skip
+            frame, name = change(place), "train.csv" if number % 2 else "train.parquet"
+            (frame.to_csv if number % 2 else frame.to_parquet)(name, index=False)
+            assert self.fit(name, "--target", "kind") == 1
+            assert said in only_line(capsys)
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
-            (lambda t: t.drop(columns="x3"), "(the difference: x3)"),
-            (lambda t: t.assign(other=1.0), "(the difference: other)"),
-            (lambda t: t[["x1", "x0", "x2", "x3"]], "(another order)"),
-            (lambda t: t.assign(kind="dog"), "some of the 3 classes of the fit"),
-        ],
-    )
-    def test_refused_at_a_prediction(self, change, said, place, capsys):
+    def test_refused_at_a_prediction(self, place, capsys):
         place.to_csv("train.csv", index=False)
         assert self.fit("train.csv", "--target", "kind") == 0
-        change(place).to_csv("test.csv", index=False)
         capsys.readouterr()
-        assert self.predict("test.csv") is None
-        assert said in only_line(capsys)
+        for change, said in (
+            (lambda t: t.drop(columns="x3"), "(the difference: x3)"),
+            (lambda t: t[["x1", "x0", "x2", "x3"]], "(another order)"),
+            (lambda t: t.assign(kind="dog"), "some of the 3 classes of the fit"),
+        ):
+            change(place).to_csv("test.csv", index=False)
+            assert self.predict("test.csv") is None
+            assert said in only_line(capsys)
 
     def test_files_that_are_none(self, place, capsys):
         for name, content in (("a.csv", b"\xff\xfe"), ("b.csv", b""), ("c.csv", b"a,b\n1\n"),
@@ -375,22 +326,18 @@ class TestTables:
             Path(name).write_bytes(content)
             assert self.fit(name, "--target", "b") == 1
             assert only_line(capsys).startswith("deltabars: --data: expected")
-        assert self.fit("none.csv", "--target", "b") == 1
-        assert "does not exist" in only_line(capsys)
 
 
 class TestClassesByName:
     def test_a_folder_with_some_of_the_classes(self, workshop, tmp_path):
         """Digits 7 and 3 alone are 7 and 3, not 1 and 0."""
         run = Run.open(workshop.run)
-        for digit in (3, 7):
-            name = f"digit {digit}"
+        for name in ("digit 3", "digit 7"):
             shutil.copytree(workshop.folder / "test" / name, tmp_path / name)
         source = run.load_data(str(tmp_path))
         assert source.classes == run.classes
         for k, name in enumerate(source.names):
             assert name.startswith(f"digit {int(source.targets[k])}/")
-            assert int(source.dataset[k][1]) == int(source.targets[k])
         assert torch.equal(torch.cat([labels for _, labels in source.data]), source.targets)
         (tmp_path / "digit 3").rename(tmp_path / "digit 33")
         with pytest.raises(DataError, match=r"some of the 10 classes .*the difference: digit 33"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.tail import Defects
+from deltabars.covariance.base import Defects
+from deltabars.covariance.estimators import build_covariance
 
 
 def rows_of(count, size, seed):

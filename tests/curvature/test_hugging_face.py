@@ -168,16 +168,6 @@ def test_every_way_to_give_the_data_gives_the_same(kind, source):
         )
 
 
-def test_saved_loaded_and_asked_for_three_estimators(tmp_path):
-    data = {**texts(11), "labels": labels(11)}
-    done = fit(built(bert), data, estimator="sandwich", rank=6, l2=4.0)
-    done.save(tmp_path / "bert.deltabars")
-    again = deltabars.load(tmp_path / "bert.deltabars", built(bert))
-    names = ["hessian", "opg", "sandwich"]
-    for name, out in again.predict(texts(3, seed=1), estimator=names).items():
-        assert torch.equal(out.std, done.predict(texts(3, seed=1), estimator=name).std)
-
-
 def test_the_head_alone():
     model = built(distilbert)
     data = {**texts(11), "labels": labels(11)}

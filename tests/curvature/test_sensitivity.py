@@ -9,7 +9,7 @@ from torch import nn
 from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import sensitivities
-from deltabars.likelihoods.losses import get_likelihood
+from deltabars.likelihoods.base import get_likelihood
 from deltabars.problem.network import Network
 from tests.oracles import Oracle
 
@@ -51,7 +51,7 @@ def test_either_order_gives_the_same(classes, shared, space):
         outputs, found = sensitivities(
             pullback, get_likelihood(likelihood), inputs, bases, space, with_gram=True
         )
-    assert sum(factors.is_cheaper_shared() for factors in pulled.layers) == shared
+    assert sum(factors.is_cheaper_shared for factors in pulled.layers.values()) == shared
     assert len(pulled.layers) == 4
     torch.testing.assert_close(outputs, model(inputs).detach(), **PRECISION)
     slope = found.slope.unsqueeze(-1)  # from the rows of log p to those of p
@@ -87,51 +87,18 @@ def test_factors_are_sums_of_outer_products(size):
     batch, count, outputs, positions, inputs = size
     activations = randn(batch, positions, inputs)
     signals = randn(batch, count, outputs, positions)
-    factors = Factors("w", "b", activations, signals)
+    factors = Factors(activations, signals)
     exact = torch.einsum("brot,bti->broi", signals, activations).flatten(2)
     torch.testing.assert_close(factors.weight_rows(), exact, **PRECISION)
     wide = torch.full((batch, count, outputs * inputs + 2), torch.nan, dtype=torch.float64)
     factors.weight_rows(wide[..., 1:-1])
     torch.testing.assert_close(wide[..., 1:-1], exact, **PRECISION)
     assert bool(wide[..., [0, -1]].isnan().all())
-    torch.testing.assert_close(factors.bias_rows(), signals.sum(-1), **PRECISION)
     torch.testing.assert_close(factors.gram(), exact @ exact.mT, **PRECISION)
     basis = randn(7, outputs * inputs)
     projected = torch.zeros(*factors.signals.shape[:2], len(basis), dtype=torch.float64)
     factors.add_projection(basis.unflatten(1, (outputs, inputs)), projected)
     torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
-
-
-@pytest.mark.parametrize("positions", [1, 5])
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [([], []), ([0, 3], []), ([], [1]), ([1], [0, 2]), ([0, 1, 2, 3], []), ([], [0, 1, 2])],
-    ids=["none", "outputs", "inputs", "both", "all outputs", "all inputs"],
-)
-def test_factors_without_zeros(rows, columns, positions):
-    """A zero at one position or of one example is none throughout."""
-    activations, signals = randn(2, positions, 3), randn(2, 6, 4, positions)
-    activations[:, :, columns] = 0.0
-    activations[0, 0] = 0.0
-    signals[:, :, rows] = 0.0
-    signals[1, 2] = 0.0
-    whole = Factors("w", "b", activations, signals)
-    outputs, inputs = whole.not_zero()
-    part = whole.at(outputs, inputs)
-    assert outputs.tolist() == [row for row in range(4) if row not in rows]
-    assert inputs.tolist() == [column for column in range(3) if column not in columns]
-    expected = whole.weight_rows().unflatten(2, (4, 3))
-    found = torch.zeros_like(expected)
-    if len(outputs) and len(inputs):
-        places = part.weight_rows().unflatten(2, (len(outputs), len(inputs)))
-        found[:, :, outputs[:, None], inputs] = places
-    torch.testing.assert_close(found, expected, **PRECISION)
-    total = torch.ones(2, 6, 7, dtype=torch.float64)
-    basis = randn(7, 4, 3)
-    part.add_projection(basis[:, outputs][:, :, inputs], total)
-    exact = 1 + torch.einsum("broi,koi->brk", expected, basis)
-    torch.testing.assert_close(total, exact, **PRECISION)
-    torch.testing.assert_close(part.gram(), whole.gram(), **PRECISION)
 
 
 @pytest.mark.parametrize("classes", [2, 40])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import deltabars
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.errors import ModelWarning, OptimumWarning
+from tests.architectures import Wired
 from tests.oracles import Oracle
 from tests.problem.test_model_untouched import model_state, torch_state
 from tests.zoo import COUNT, ZOO, specimen
@@ -92,3 +95,20 @@ def test_as_many_classes_as_examples():
     )
     exact = Oracle(case.model, inputs, targets, 1.0).std("ggn", case.unseen)
     torch.testing.assert_close(fit.predict(case.unseen).std, exact, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_mappings_in_training_mode_and_the_fast_path_is_put_back():
+    """Batches as Hugging Face has them, with labels or without; dropout is off while fitting."""
+
+    def forward(net, input_ids):
+        return SimpleNamespace(logits=net.head(net.layer(net.words(input_ids)).mean(1)))
+
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.1)
+    model = Wired(forward, words=nn.Embedding(9, 4), layer=layer, head=nn.Linear(4, 3)).double()
+    tokens = torch.randint(0, 9, (20, 5), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": tokens, "labels": torch.arange(20) % 3}
+    fit = deltabars.fit(model.train(), data, l2=4.0, estimator="ggn", rank=20, progress=False)
+    assert torch.equal(fit.predict(data).std, fit.predict({"input_ids": tokens}).std)
+    assert model.training
+    assert torch.backends.mha.get_fastpath_enabled()

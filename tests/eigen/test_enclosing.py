@@ -46,12 +46,11 @@ def preconditioner(values, vectors, kind):
 @pytest.mark.parametrize("known", ["none", "three pairs", "twenty pairs", "wrong"])
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-4, 1e-10])
 def test_intervals_hold_and_are_narrow(kind, known, tolerance):
-    for seed in range(11):  # 4 · 4 · 3 · 11 matrices, six forms each
+    for seed in range(4):  # 4 · 4 · 3 · 4 matrices, six forms each
         matmat, exact, values, vectors, rows = random_matrix(kind, seed)
         precondition = preconditioner(values, vectors, known)
         found = enclose_inverse_forms(matmat, rows, FLOOR, precondition, tolerance, 500)
-        assert bool((found.low <= exact).all())
-        assert bool((exact <= found.high).all())
+        assert bool((found.low <= exact).all() & (exact <= found.high).all())
         assert bool(found.is_close.all())
         low, high = found.low.sqrt(), found.high.sqrt()
         assert bool((high - low <= tolerance * (high + low)).all())
@@ -61,27 +60,15 @@ def test_intervals_hold_and_are_narrow(kind, known, tolerance):
 def test_they_hold_wherever_it_stops(kind):
     for seed in range(5):
         matmat, exact, values, vectors, rows = random_matrix(kind, seed)
+        inverse = preconditioner(values, vectors, "three pairs")
         widths = []
         for products in (3, 5, 8, 13, 40):
-            found = enclose_inverse_forms(
-                matmat,
-                rows,
-                FLOOR,
-                preconditioner(values, vectors, "three pairs"),
-                1e-8,
-                products,
-            )
+            found = enclose_inverse_forms(matmat, rows, FLOOR, inverse, 1e-8, products)
             assert bool((found.low <= exact).all() & (exact <= found.high).all())
             assert found.products <= products + 2
             widths.append(float((found.high - found.low).sum()))
         assert widths[-1] <= widths[0]
-
-
-def test_zero_rows_are_zero():
-    matmat, _, values, vectors, rows = random_matrix("spread", 0)
-    inverse = preconditioner(values, vectors, "none")
-    found = enclose_inverse_forms(matmat, rows[1:2], FLOOR, inverse, 1e-3, 50)
-    assert float(found.low) == float(found.high) == 0.0
+        assert float(found.high[1]) == 0.0  # of a row of zeros
 
 
 @pytest.mark.parametrize("kind", list(SPECTRA))

@@ -1,4 +1,4 @@
-"""Eigenpairs are measured after every fit, and what breaks its promise is told."""
+"""Eigenpairs are measured after every fit, and what breaks its promise is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.conftest import cached_case
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
 SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov, "dense": dense, "arpack": arpack}
-LIMITS = ("orthogonality", "residual")
 NOISE = 1e-4
 
 
@@ -53,7 +52,7 @@ class Skew(Matrix):
         self.matrix = self.matrix + extra - extra.T
 
 
-def told(operator, pairs):
+def audited(operator, pairs):
     found = audit(operator.matmat, Space(SIZE), pairs)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -62,13 +61,13 @@ def told(operator, pairs):
     return found, [str(each.message) for each in given]
 
 
-@pytest.mark.parametrize("rank", [1, 7, 30])
+@pytest.mark.parametrize("rank", [1, 30])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("spectrum", [name for name in SPECTRA if name != "zero"])
 @pytest.mark.parametrize("solver", list(SOLVERS))
 def test_good_pairs_are_within_the_limits(solver, spectrum, dtype, rank):
     operator = Matrix(dtype, spectrum)
-    found, given = told(operator, SOLVERS[solver](operator, rank))
+    found, given = audited(operator, SOLVERS[solver](operator, rank))
     assert given == []
     assert found["orthogonality"] < found["orthogonality_limit"]
     assert found["residual_rms"] < found["residual_limit"]
@@ -77,7 +76,7 @@ def test_good_pairs_are_within_the_limits(solver, spectrum, dtype, rank):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("solver", list(SOLVERS))
 @pytest.mark.parametrize("kind", [Noisy, Skew])
-def test_products_that_are_not_those_of_a_symmetric_matrix_are_told(kind, solver, dtype):
+def test_products_that_are_not_those_of_a_symmetric_matrix_are_warned_of(kind, solver, dtype):
     """In float32 too: the noise is a thousand times its rounding, of a matrix of norm 3."""
     operator = kind(dtype, "spread")
     with warnings.catch_warnings():
@@ -86,17 +85,17 @@ def test_products_that_are_not_those_of_a_symmetric_matrix_are_told(kind, solver
     if solver == "arpack":
         assert float(pairs.residuals.max()) > 10 * 1e-6  # and it warned
         pairs = replace(pairs, residuals=torch.zeros_like(pairs.residuals))
-    found, (message,) = told(operator, pairs)
+    found, (message,) = audited(operator, pairs)
     assert "not those of one symmetric matrix" in message
     assert found["residual_rms"] > found["residual_limit"]
 
 
-def test_vectors_that_are_not_orthonormal_are_told():
+def test_vectors_that_are_not_orthonormal_are_warned_of():
     operator = Matrix()
     pairs = lanczos(operator, 6)
     bent = pairs.vectors.clone()
     bent[1] += 1e-6 * bent[0]
-    found, messages = told(operator, replace(pairs, vectors=bent))
+    found, messages = audited(operator, replace(pairs, vectors=bent))
     assert found["orthogonality"] == pytest.approx(1e-6, rel=1e-3)
     assert "expected orthonormal ones" in messages[0]
 
@@ -111,18 +110,8 @@ def test_a_tolerance_below_rounding_is_refused(solver, dtype, tolerance):
         solver(Matrix(dtype), 4, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("solver", [lanczos, block_krylov])
-@pytest.mark.parametrize("spectrum", list(SPECTRA))
-def test_the_strictest_tolerance_ends(solver, spectrum):
-    """Within a basis of 22 vectors too, in some hundreds of products."""
-    pairs = solver(Matrix(torch.float64, spectrum), 5, tolerance=3e-16, max_vectors=22)
-    assert pairs.statistics["products"] < 3000
-    exact = SPECTRA[spectrum].sort(descending=True).values[:5]
-    torch.testing.assert_close(pairs.values, exact, rtol=1e-12, atol=1e-12)
-
-
-class WrongSlope(torch.autograd.Function):
-    """Tanh, whose gradient depends on more than it should: no loss has these derivatives."""
+class WrongTanh(torch.autograd.Function):
+    """Its gradient depends on more than it should: no loss has these derivatives."""
 
     generate_vmap_rule = True
 
@@ -146,22 +135,18 @@ class WrongSlope(torch.autograd.Function):
         return tangent * (1 - x.tanh() ** 2)
 
 
-class WithWrongSlope(nn.Module):
-    def __init__(self, plain):
-        super().__init__()
-        self.first, self.last = plain[0], plain[2]
-
+class WrongSlope(nn.Sequential):
     def forward(self, x):
-        return self.last(WrongSlope.apply(self.first(x)))
+        return self[2](WrongTanh.apply(self[0](x)))
 
 
 @pytest.mark.parametrize("solver", ["dense", "krylov"])
-def test_a_fit_with_derivatives_of_its_own_that_are_wrong_is_told(solver):
+def test_a_fit_with_derivatives_of_its_own_that_are_wrong_is_warned_of(solver):
     case = cached_case("dense")
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         fit = deltabars.fit(
-            WithWrongSlope(case.model), case.data, l2=case.l2, estimator="hessian", rank=10,
+            WrongSlope(*case.model), case.data, l2=case.l2, estimator="hessian", rank=10,
             solver=solver, progress=False,
         )  # fmt: skip
     texts = [str(each.message) for each in given if each.category is ConvergenceWarning]
@@ -173,21 +158,13 @@ def test_a_fit_with_derivatives_of_its_own_that_are_wrong_is_told(solver):
     assert found["residual_rms"] > found["residual_limit"]
 
 
-@pytest.mark.parametrize("estimator", ["hessian", "opg", "sandwich", "ggn"])
-@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental", "arpack"])
+@pytest.mark.parametrize(
+    ("estimator", "solver"), [("sandwich", "krylov"), ("ggn", "incremental"), ("opg", "arpack")]
+)
 def test_every_fit_reports_what_was_measured_and_the_limits(estimator, solver):
-    if (estimator, solver) == ("hessian", "incremental"):
-        pytest.skip("incremental SVD works on rows")
     case = cached_case("dense")
-    fit = deltabars.fit(
-        case.model,
-        case.data,
-        l2=case.l2,
-        estimator=estimator,
-        rank=7,
-        solver=solver,
-        progress=False,
-    )
+    options = {"l2": case.l2, "estimator": estimator, "rank": 7, "solver": solver}
+    fit = deltabars.fit(case.model, case.data, progress=False, **options)
     for name, pairs in fit.spectra.items():
         found = fit.diagnostics[name]
         gram = pairs.vectors @ pairs.vectors.T - torch.eye(7, dtype=torch.float64)

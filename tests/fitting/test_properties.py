@@ -1,8 +1,13 @@
-"""The laws of `tests.properties` on networks that Hypothesis makes up, and makes small again."""
+"""The laws of `tests.properties` on networks that Hypothesis makes up, and `make torture` runs."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -31,3 +36,15 @@ def test_every_network_obeys(law):
         law(problem_of(shape))
 
     obeys()
+
+
+def test_a_campaign_runs():
+    """That of `make torture` on numbers, for a moment."""
+    settings = {"DELTABARS_TORTURE_SECONDS": "2", "DELTABARS_TORTURE_SEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "tests/torture/test_numbers.py"],
+        env=os.environ | settings, cwd=Path(__file__).resolve().parents[2],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search("networks: [1-9]", done.stdout), done.stdout

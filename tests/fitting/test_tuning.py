@@ -7,7 +7,7 @@ import torch
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.fitting.tuning import Evidence
+from deltabars.fitting.tuning import log_evidence
 from tests.conftest import cached_case
 from tests.networks import make_case
 
@@ -43,37 +43,33 @@ def golden(function, low, high):
     return (low * high) ** 0.5
 
 
-@pytest.mark.parametrize("kind", ["linear", "dense", "convolutional"])
-@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [("linear", "opg"), ("linear", "hessian"), ("dense", "ggn"), ("convolutional", "opg")],
+)
 def test_with_all_pairs_it_is_the_dense_one(kind, estimator):
+    """Of a sandwich it is that of the Hessian, here of a convex cost."""
     case = cached_case(kind, l2=0.05)
-    exact, own = dense_evidence(case, estimator), Evidence.of(fitted(case, estimator))
-    levels = torch.logspace(-5, 2, 15, dtype=torch.float64)
+    exact = dense_evidence(case, estimator)
+    own = fitted(case, "sandwich" if estimator == "hessian" else estimator)
+    levels = torch.logspace(-4, 2, 15, dtype=torch.float64)
     expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
-    for found in own.interval(levels):
+    for found in log_evidence(own, levels):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-7)
 
 
-def test_a_positive_definite_hessian_likewise():
-    case = cached_case("linear", l2=0.05)
-    exact, own = dense_evidence(case, "hessian"), Evidence.of(fitted(case, "sandwich"))
-    levels = torch.logspace(-4, 1, 9, dtype=torch.float64)
-    expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
-    torch.testing.assert_close(own.interval(levels)[0], expected, rtol=1e-9, atol=1e-7)
-
-
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
-@pytest.mark.parametrize("solver", ["dense", "krylov", "incremental"])
+@pytest.mark.parametrize("solver", ["dense", "incremental"])
 def test_intervals_hold_at_every_rank(estimator, solver):
     levels = torch.logspace(-6, 3, 10, dtype=torch.float64)
-    for seed in range(6):
+    for seed in range(2):
         case = make_case(("dense", "rectified")[seed % 2], l2=(0.05, 0.005)[seed % 2], seed=seed)
         exact = dense_evidence(case, estimator)
         expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
         widths = []
         for rank in (1, 4, 12, 25):
             fit = fitted(case, estimator, rank, solver=solver)
-            value, low, high = Evidence.of(fit).interval(levels)
+            value, low, high = log_evidence(fit, levels)
             assert bool((low <= expected + 1e-7).all())
             assert bool((expected <= high + 1e-7).all())
             assert bool(((low <= value) & (value <= high)).all())
@@ -83,13 +79,16 @@ def test_intervals_hold_at_every_rank(estimator, solver):
 
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
 def test_it_finds_the_lambda_that_a_dense_computation_finds(estimator):
-    for seed in range(4):
+    for seed in range(2):
         case = make_case("dense", l2=0.02, seed=20 + seed)
         expected = golden(dense_evidence(case, estimator), 1e-7, 1e3)
         found = fitted(case, estimator).tune_l2()
         assert found.l2 == pytest.approx(expected, rel=1e-5)
         assert float(found) == found.l2 == found.fit.l2
         assert not found.at_edge
+        assert found.l2 == pytest.approx(found.fit.with_l2(0.7).tune_l2().l2, rel=1e-5)
+        few = fitted(case, estimator, 12).tune_l2()
+        assert few.l2 == pytest.approx(expected, rel=0.2)
         # MacKay: at the maximum λN‖ω̂‖² is the number of well-determined parameters.
         square = float(case.oracle.point.square().sum())
         assert found.l2 * case.oracle.count * square == pytest.approx(
@@ -99,27 +98,6 @@ def test_it_finds_the_lambda_that_a_dense_computation_finds(estimator):
         assert float(found.levels[best]) == pytest.approx(found.l2)
         assert bool((found.low <= found.values).all() & (found.values <= found.high).all())
         assert f"l2 = {found.l2}" in repr(found)
-
-
-def test_a_few_pairs_come_close():
-    case = make_case("dense", l2=0.02, seed=21)
-    exact = fitted(case).tune_l2().l2
-    assert fitted(case, rank=12).tune_l2().l2 == pytest.approx(exact, rel=0.2)
-
-
-def test_the_fit_that_comes_with_it_is_that_of_the_new_lambda():
-    case = make_case("dense", l2=0.02, seed=22)
-    fit = fitted(case)
-    tuned = fit.tune_l2().fit
-    again = fit.with_l2(tuned.l2)
-    assert torch.equal(tuned.predict(case.unseen).std, again.predict(case.unseen).std)
-
-
-def test_whatever_lambda_it_starts_from():
-    case = make_case("dense", l2=0.02, seed=23)
-    fit = fitted(case)
-    first, second = fit.tune_l2().l2, fit.with_l2(0.7).tune_l2().l2
-    assert first == pytest.approx(second, rel=1e-5)
 
 
 def test_several_lambdas_are_tuned_by_a_common_factor():
@@ -145,8 +123,8 @@ def test_parameters_that_no_example_reaches_change_nothing():
             fits.append(deltabars.fit(model, data, l2=0.1, rank=rank, progress=False))
     whole, part = fits
     levels = torch.logspace(-3, 1, 5, dtype=torch.float64)
-    exact = Evidence.of(whole).interval(levels)[0]
-    _, low, high = Evidence.of(part).interval(levels)
+    exact = log_evidence(whole, levels)[0]
+    _, low, high = log_evidence(part, levels)
     assert bool((low <= exact + 1e-9).all() & (exact <= high + 1e-9).all())
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.fitting.tuning import Evidence
+from deltabars.fitting.tuning import log_evidence
 from deltabars.likelihoods.gaussian import Gaussian
 from tests.conftest import cached_case
-from tests.networks import make_case, minimise
+from tests.networks import make_case
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
 EXACT = {"rtol": 0, "atol": 1e-8}
@@ -64,9 +64,8 @@ class Line:
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("estimator", ["hessian", "ggn"])
 @pytest.mark.parametrize("noise", [1.0, 0.3, 7.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_known_noise_is_the_closed_form(estimator, outputs, noise, seed):
-    line = Line(seed, outputs=outputs)
+def test_known_noise_is_the_closed_form(estimator, outputs, noise):
+    line = Line(0, outputs=outputs)
     fit = line.fit(estimator, Gaussian(noise))
     out = fit.predict(line.unseen)
     exact = line.std(noise)
@@ -79,9 +78,8 @@ def test_known_noise_is_the_closed_form(estimator, outputs, noise, seed):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("estimator", ["hessian", "ggn"])
-@pytest.mark.parametrize("seed", range(3))
-def test_estimated_noise_is_the_closed_form(estimator, outputs, seed):
-    line = Line(seed, outputs=outputs)
+def test_estimated_noise_is_the_closed_form(estimator, outputs):
+    line = Line(0, outputs=outputs)
     noise = line.estimate()
     module = nn.MSELoss()  # r² over N·C: (2/C) times mean ½‖r‖²
     for likelihood, l2 in (
@@ -212,9 +210,7 @@ def test_another_l2_has_its_own_estimated_noise(estimator, tmp_path):
             torch.testing.assert_close(there.std, here.std, rtol=1e-10, atol=0)
             torch.testing.assert_close(there.total_std, here.total_std, rtol=1e-10, atol=0)
         level = torch.tensor([l2], dtype=torch.float64)
-        for one, own in zip(
-            Evidence.of(fit).interval(level), Evidence.of(again).interval(level), strict=True
-        ):
+        for one, own in zip(log_evidence(fit, level), log_evidence(again, level), strict=True):
             torch.testing.assert_close(one, own, rtol=1e-10, atol=0)
     assert tuned.fit.noise == pytest.approx(again.noise, rel=1e-10)
     for noise in (0.4, fit.noise):
@@ -251,11 +247,6 @@ def test_validation_has_the_estimated_noise_of_each_l2():
         assert float(found.values[index]) == pytest.approx(float(loss), rel=1e-9)
 
 
-def test_a_noise_is_estimated_or_not():
-    with pytest.raises(BadValueError, match="estimated: expected True or False, got 'yes'"):
-        Gaussian(0.3, estimated="yes")
-
-
 def covered(prediction, mean, noise, generator, level):
     """The share of targets drawn around the true mean that lie in the intervals."""
     new = {"generator": generator, "dtype": torch.float64}
@@ -287,31 +278,6 @@ def test_intervals_of_simulated_data_cover_as_they_say(estimator, runs):
         assert sum(shares) / runs == pytest.approx(level, abs=3 * 0.066 / runs**0.5)
 
 
-def test_intervals_of_a_network_cover_ninety_percent():
-    generator = torch.Generator().manual_seed(0)
-    new = {"generator": generator, "dtype": torch.float64}
-
-    def truth(x):
-        return torch.sin(2 * x).sum(1, keepdim=True)
-
-    inputs = 2 * torch.rand(400, 2, **new) - 1
-    targets = truth(inputs) + 0.2 * torch.randn(400, 1, **new)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    loss = nn.MSELoss()
-    minimise(model, lambda: loss(model(inputs), targets), 1e-3, steps=2000)
-    fit = deltabars.fit(
-        model, (inputs, targets), l2=1e-3, likelihood=loss, estimator="ggn", rank=33, progress=False
-    )
-    assert fit.noise == pytest.approx(0.2, rel=0.12)  # three of its std, 1/√(2·380) = 3.6 %
-    there = 2 * torch.rand(10_000, 2, **new) - 1
-    share = covered(fit.predict(there), truth(there), 0.2, generator, 0.9)
-    # Binomial: √(0.09/10,000) = 0.003. Of one network σ̂ and its bias (λ = 1e-3) are fixed: a σ̂
-    # off by 3.6 % moves the coverage by 1.2 points.
-    assert share == pytest.approx(0.9, abs=3 * math.hypot(0.003, 0.012))
-
-
 @pytest.fixture(scope="module")
 def out():
     line = Line(0, outputs=2)
@@ -339,21 +305,6 @@ def test_a_prediction_of_real_numbers(out):
     assert "<table>" in out._repr_html_()
 
 
-def test_a_table_of_real_numbers(out):
-    pytest.importorskip("pandas")
-    table = out.to_pandas()
-    assert np.array_equal(table["total_std_1"], out.total_std[:, 1].numpy())
-    assert "label" not in table
-
-
-def test_float32_keeps_its_type():
-    line = Line(0)
-    fit = line.fit("ggn", Gaussian(0.3), dtype=torch.float32)
-    out = fit.predict(line.unseen.float())
-    assert out.total_std.dtype == out.noise.dtype == out.interval()[0].dtype == torch.float32
-    torch.testing.assert_close(out.std.double(), line.std(0.3), rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize("level", [0, 1, -0.1, 90, "0.9", True, math.nan])
 def test_a_level_that_cannot_be(out, level):
     with pytest.raises(BadValueError, match="level: expected a number between 0 and 1"):
@@ -377,7 +328,3 @@ def test_noise_that_cannot_be_estimated():
     options = {"rank": 5, "progress": False, "likelihood": Gaussian(None), "estimator": "ggn"}
     with pytest.raises(BadValueError, match=r"got none: every target is met exactly. Give it"):
         deltabars.fit(line.model, (line.inputs, exact), l2=1e-3, **options)
-
-
-def test_text_says_the_noise():
-    assert ", σ = 0.3" in repr(Line(0).fit("ggn", Gaussian(0.3)))

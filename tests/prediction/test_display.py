@@ -109,19 +109,27 @@ def axes():
 
 
 def test_the_plot_of_a_spectrum(axes):
-    _, fit = fitted()
+    case = make_case("dense")
+    options = {"estimator": "sandwich", "l2": 0.05, "rank": 9, "progress": False}
+    fit = deltabars.fit(case.model, case.data, solver="krylov", smallest=4, **options)
     assert fit.plot_spectrum(axes) is axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     for name, pairs in fit.spectra.items():
         assert lines[name].get_ydata() == pytest.approx(pairs.values.abs().numpy())
         assert list(lines[name].get_xdata()) == list(range(1, 10))
     assert lines["λ = 0.05"].get_ydata()[0] == 0.05
-    shaded = [band.get_label() for band in axes.collections]
-    assert shaded == [f"{name}: 34 not computed" for name in fit.spectra]
-    assert axes.get_yscale() == "log"
-    case = make_case("linear")
-    fit = deltabars.fit(case.model, case.data, l2=case.l2, rank=15, progress=False)
-    assert len(fit.plot_spectrum().collections) == 0  # the whole spectrum
+    lower = fit.spectra["hessian"].smallest
+    left = f"hessian: {34 - len(lower)} not computed"
+    assert [band.get_label() for band in axes.collections] == [left, "opg: 34 not computed"]
+    end = lines[f"hessian, the {len(lower)} smallest"]
+    assert end.get_ydata() == pytest.approx(lower.flip(0).abs().numpy())
+    places = end.get_xdata()  # behind the gap
+    assert places[0] > 10
+    label = axes.xaxis.get_major_formatter()
+    assert [label(3.0, None), label(places[-1], None)] == ["3", "P − 0"]
+    whole = deltabars.fit(case.model, case.data, solver="dense", **options).plot_spectrum()
+    (end,) = (line for line in whole.get_lines() if line.get_label() == "hessian, the 34 smallest")
+    assert list(end.get_xdata()) == list(range(10, 44))
 
 
 def test_the_plot_of_a_few_inputs(axes):
@@ -158,8 +166,9 @@ def test_plots_of_logits_chosen_classes_and_real_numbers():
     assert fit.predict(case.inputs[:2], classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
     assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
-    out = fit.predict(case.unseen)
-    with pytest.raises(BadValueError, match="one input or more"):
-        out[:0].plot()
-    with pytest.raises(BadValueError, match="targets: expected the true class of each of 7"):
-        out.plot(targets=torch.zeros(3))
+    for out, targets, said in (
+        (fit.predict(case.unseen)[:0], None, "one input or more"),
+        (fit.predict(case.unseen), torch.zeros(3), "expected the true class of each of 7"),
+    ):
+        with pytest.raises(BadValueError, match=said):
+            out.plot(targets=targets)

@@ -1,4 +1,4 @@
-"""The same examples in any form give the same fit; what is read is told apart by a fingerprint."""
+"""The same examples in any form give the same fit; a fingerprint distinguishes what is read."""
 
 from __future__ import annotations
 
@@ -79,23 +79,18 @@ POSITIONAL = {
     "dataset": TensorDataset,
     "loader of 1": lambda x, y: loader(x, y, batch_size=1),
     "loader of 7": lambda x, y: loader(x, y, batch_size=7),
-    "loader of all": lambda x, y: loader(x, y, batch_size=len(y)),
-    "loader of more": lambda x, y: loader(x, y, batch_size=100),
     "shuffling loader": lambda x, y: loader(x, y, batch_size=7, shuffle=True),
     "loader of examples": lambda x, y: DataLoader(list(zip(x, y, strict=True)), batch_size=5),
     "list of batches": batches,
-    "list of one batch": lambda x, y: [(x, y)],
     "list of a pair": lambda x, y: [x, y],
     "ragged batches": lambda x, y: [(x[:1], y[:1]), (x[1:1], y[1:1]), (x[1:], y[1:])],
     "map-style dataset": lambda x, y: Examples(len(y), lambda i: (x[i], int(y[i]))),
     "iterable dataset": Stream,
-    "loader of a stream": lambda x, y: DataLoader(Stream(x, y), batch_size=7),
     "narrow labels": lambda x, y: (x, y.to(torch.uint8)),
     "strided tensors": lambda x, y: (x.T.contiguous().T, y.repeat_interleave(2)[::2]),
 }
 NAMED = {
     "mapping of tensors": lambda x, y: {"x": x, "labels": y},
-    "labels first": lambda x, y: {"labels": y, "x": x},
     "mapping batches": lambda x, y: mappings(x=x, labels=y),
     "dataset of mappings": lambda x, y: Examples(len(y), lambda i: {"x": x[i], "labels": y[i]}),
     "loader of mappings": lambda x, y: DataLoader(
@@ -106,9 +101,7 @@ NAMED = {
 TWO_INPUTS = {
     "tensors": lambda x, y: (*halves(x), y),
     "dataset": lambda x, y: TensorDataset(*halves(x), y),
-    "loader": lambda x, y: loader(*halves(x), y, batch_size=7),
     "list of batches": lambda x, y: batches(*halves(x), y),
-    "nested batches": lambda x, y: [(halves(x), y)],
     "nested tensors": lambda x, y: (halves(x), y),
     "mapping": lambda x, y: dict(zip(("first", "second", "labels"), (*halves(x), y), strict=True)),
     "mapping in another order": lambda x, y: [
@@ -125,11 +118,9 @@ UNSEEN = {
     "tensor": lambda u: u,
     "pair with labels": lambda u: (u, torch.zeros(len(u), dtype=torch.long)),
     "dataset": TensorDataset,
-    "dataset with labels": lambda u: TensorDataset(u, torch.zeros(len(u), dtype=torch.long)),
     "loader": lambda u: loader(u, batch_size=3),
     "loader with labels": lambda u: loader(u, torch.zeros(len(u), dtype=torch.long), batch_size=3),
     "loader of bare inputs": lambda u: DataLoader(Examples(len(u), lambda i: u[i]), batch_size=2),
-    "batches with labels": lambda u: batches(u, torch.zeros(len(u)), size=3),
 }
 
 
@@ -207,24 +198,16 @@ def test_inputs_to_predict_in_any_form(case, reference, form):
 @pytest.mark.parametrize(
     "inputs",
     [
-        lambda a, b: {"first": a, "second": b},
         lambda a, b: {"second": b, "first": a},
         lambda a, b: {"first": a, "labels": torch.zeros(len(a)), "second": b},
         lambda a, b: mappings(first=a, second=b),
         lambda a, b: Examples(len(a), lambda i: {"first": a[i], "second": b[i]}),
     ],
-    ids=["in order", "in another order", "with labels", "batches", "dataset"],
+    ids=["in another order", "with labels", "batches", "dataset"],
 )
 def test_mappings_to_predict(case, reference, inputs):
     done = fit(case, TWO_INPUTS["mapping"](*case.data), Halves)
     found = done.predict(inputs(*halves(case.unseen)))
-    assert_same_predictions(found, reference.predict(case.unseen))
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
-@pytest.mark.parametrize("form", ["tensor", "loader with labels"])
-def test_the_batch_size_of_predictions_does_not_matter(case, reference, form, batch_size):
-    found = reference.predict(UNSEEN[form](case.unseen), batch_size=batch_size)
     assert_same_predictions(found, reference.predict(case.unseen))
 
 
@@ -238,20 +221,12 @@ def fingerprint(data, dtype=torch.float64, budget=ROOMY):
 def test_the_fingerprint_depends_on_neither_order_nor_batches(case, form):
     expected = fingerprint(case.data)
     assert fingerprint(POSITIONAL[form](*case.data)) == expected
-    assert fingerprint(POSITIONAL[form](*case.data), budget=1) == expected
+    assert fingerprint(POSITIONAL[form](*case.data), torch.float32, budget=1) == expected
     order = torch.randperm(29, generator=torch.Generator().manual_seed(0))
     assert fingerprint((case.inputs[order], case.targets[order])) == expected
 
 
-def test_the_fingerprint_does_not_depend_on_the_precision_of_the_fit(case):
-    assert fingerprint(case.data, torch.float32) == fingerprint(case.data, torch.float64)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.bool], ids=str)
 def test_the_fingerprint_sees_every_change(dtype):
     generator = torch.Generator().manual_seed(3)
     images = torch.randint(0, 2, (9, 2, 3, 3), generator=generator).to(dtype)
@@ -306,6 +281,5 @@ def test_float32_inputs_serve_a_float32_model_fitted_on_float64_tensors():
 
 def test_a_tensor_pair_is_not_copied():
     case = make_case()
-    data = TrainingData(case.data, torch.device("cpu"), torch.float64, 1 << 30)
-    chunk = next(data.chunks(1000))
+    chunk = next(TrainingData(case.data, CPU, torch.float64, ROOMY).chunks(1000))
     assert chunk.inputs.data_ptr() == case.inputs.data_ptr()

@@ -1,70 +1,488 @@
-"""Models that look sound and are not, and sound ones that look odd."""
+"""A fit owns a private copy of the model; what it computes is refused, or noted and compared."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+import weakref
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import deltabars
-from deltabars.errors import ModelError
+from deltabars import Problem
+from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.opg import OPGOperator
+from deltabars.errors import CorruptFileError, ModelError, ModelWarning, WeightsMismatchError
+from deltabars.storage import format as storage
+from tests.architectures import L2, Wired
 from tests.conftest import cached_case
 from tests.networks import make_case
+from tests.oracles import Oracle
+
+INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+DATA = (INPUTS, torch.arange(24) % 3)
+UNSEEN = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+EXACT = {"rtol": 0, "atol": 1e-10}
 
 
-def refit(model, case, **options):
-    options = {"l2": case.l2, "rank": 5, "progress": False, **options}
-    return deltabars.fit(model, case.data, **options)
-
-
-class Detached(nn.Module):
-    def __init__(self, core):
+class Net(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.core = core
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x):
-        return self.core(x).detach()
+        return self.b(self.first(x).tanh())
+
+    def first(self, x):
+        return self.a(x)
 
 
-def test_outputs_that_do_not_depend_on_the_parameters_are_refused(dense_case):
+class Holding(Net):
+    """Locks, generators, plain tensors, tensors with a graph, settings, parts in containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock, self.numbers = threading.Lock(), (each for each in "ab")
+        self.shift, self.graph = torch.ones(6).double(), self.a.weight.double() * 2
+        self.settings = types.SimpleNamespace(factors=[1.5], layers={"first": [self.a]})
+
+    def first(self, x):
+        with self.lock:
+            self.seen = self.settings.layers["first"][0](x) + self.graph.detach()[:, 0]
+        return (self.seen + self.shift) * self.settings.factors[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x.view(-1, 2, 2))[0][:, -1])
+
+
+def closures():
+    net = Net()
+    net.first = lambda x: 2 * net.a(x)
+    net.a.register_forward_hook(lambda module, args, output: output * net.b.bias.mean())
+    net.b.forward = partial(lambda module, x: F.linear(x, module.weight, module.bias), net.b)
+    return net
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+def changed(change):
+    net = Net()
+    change(net)
+    return net
+
+
+MODELS = {
+    "plain": Net,
+    "holding": Holding,
+    "closures": closures,
+    "tied": tied,
+    "pruned": lambda: changed(lambda net: prune.l1_unstructured(net.a, "weight", 0.5)),
+    "weight norm": lambda: changed(lambda net: parametrizations.weight_norm(net.a)),
+    "spectral norm": lambda: changed(lambda net: parametrizations.spectral_norm(net.a)),
+    "compiled": lambda: torch.compile(Net(), backend="eager"),
+    "compiled within": lambda: changed(
+        lambda net: setattr(net, "a", torch.compile(net.a, backend="eager"))
+    ),
+    "recurrent": Recurrent,
+    "traced": lambda: torch.fx.symbolic_trace(Net()),
+}
+
+
+def build(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MODELS[kind]() if isinstance(kind, str) else kind()
+        return model.double().eval()
+
+
+def fit(model, data=DATA, **options):
+    settings = {"l2": 0.1, "rank": 6, "progress": False, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=deltabars.errors.OptimumWarning)
+        warnings.filterwarnings("ignore", category=deltabars.errors.SpectrumWarning)
+        return deltabars.fit(model, data, **settings)
+
+
+def train_on(net):
+    with torch.no_grad():
+        for value in [*net.parameters(), *net.buffers()]:
+            value.add_(0.3)
+    net.train()
+
+
+def reparametrize(net):
+    for layer in [each for each in net.modules() if isinstance(each, nn.Linear)]:
+        if parametrize.is_parametrized(layer):
+            parametrize.remove_parametrizations(layer, "weight")
+        elif not prune.is_pruned(layer):
+            parametrizations.weight_norm(layer)
+
+
+def wrap(net):
+    for module in net.modules():
+        module.register_forward_pre_hook(lambda module, args: tuple(2 * x for x in args))
+    for name, layer in list(net.named_children()):
+        setattr(net, name, nn.Sequential(layer, nn.Dropout()))
+    if isinstance(net, Holding):
+        net.shift.zero_()
+        net.settings.factors[0] = 9.0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whatever_is_done_later_changes_nothing(kind, tmp_path):
+    model = build(kind)
+    done = fit(model)
+    done.save(tmp_path / "a")
+    again = deltabars.load(tmp_path / "a", model)
+    before = done.predict(UNSEEN)
+    torch.testing.assert_close(before.mean, model(UNSEEN).softmax(1), rtol=0, atol=1e-12)
+    derivatives = torch.stack([
+        torch.cat([part.flatten() for part in torch.autograd.grad(
+            output, list(model.parameters()), retain_graph=True, materialize_grads=True)])
+        for output in model(UNSEEN).flatten()
+    ])  # fmt: skip
+    with done.network.evaluation():
+        rows = done.pullback.rows(UNSEEN, lambda z: torch.eye(3).to(z).expand(len(z), -1, -1))
+    torch.testing.assert_close(rows.flatten(0, 1), derivatives, rtol=0, atol=1e-12)
+    for name, value in done.network.model.named_parameters():  # it takes no memory of its own
+        assert value.data_ptr() == done.network.trained[name].data_ptr()
+    for change in (train_on, reparametrize, wrap):
+        change(model)
+        for each in (done, again):
+            after = each.predict(UNSEEN)
+            assert torch.equal(after.mean, before.mean), change.__name__
+            assert torch.equal(after.std, before.std), change.__name__
+
+
+@pytest.mark.parametrize("kind", ["compiled", "compiled within"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_compiled_models_are_those_that_were_compiled(kind, turned, tmp_path):
+    first, second = (build(each) for each in ((kind, "plain") if turned else ("plain", kind)))
+    done = fit(first, params=["a.*"])
+    done.save(tmp_path / "a")
+    again = deltabars.load(tmp_path / "a", second)
+    assert again.network.parameters.names == ("a.weight", "a.bias")
+    assert torch.equal(again.predict(UNSEEN).std, done.predict(UNSEEN).std)
+
+
+@pytest.fixture
+def left_alone():
+    """A module that says whether anything of it is ever others than its own."""
+    model = build("plain").train()
+    own = {name: id(value) for name, value in model.named_parameters()}
+    stop, wrong, calls = threading.Event(), [], []
+
+    def look():
+        optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+        while not stop.is_set():
+            found = {name: id(value) for name, value in model.named_parameters()}
+            if found != own or not all(module.training for module in model.modules()):
+                wrong.append(found)
+            try:
+                optimiser.zero_grad()
+                F.cross_entropy(model(INPUTS), DATA[1]).backward()
+                optimiser.step()
+                calls.append(1)
+            except Exception as error:
+                wrong.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield model, wrong, calls
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("estimator", ["opg", "hessian"])
+def test_a_thread_that_trains_the_model_sees_nothing_of_a_fit(left_alone, estimator, tmp_path):
+    model, wrong, calls = left_alone
+    fit(build("plain")).save(tmp_path / "a")
+    for _ in range(3):
+        found = fit(model, estimator=estimator)
+        for _ in range(10):
+            found.predict(UNSEEN)
+        deltabars.load(tmp_path / "a", model, check_weights=False).predict(UNSEEN)
+    assert len(calls) > 10
+    assert not wrong
+
+
+KEPT: dict[str, nn.Module] = {}
+
+
+class ByGlobal(nn.Module):
+    """Calls a part of itself by a name that a copy cannot know."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = KEPT["net"] = Net()
+
+    def forward(self, x):
+        return KEPT["net"](x)
+
+
+class ByWeakKey(Net):
+    def __init__(self):
+        super().__init__()
+        self.factors = weakref.WeakKeyDictionary({self.a: 2.0})
+
+    def first(self, x):
+        return self.a(x) * self.factors.get(self.a, 1.0)
+
+
+class Listed(Net):
+    def __init__(self):
+        super().__init__()
+        self.weights = [self.a.weight]
+
+    def first(self, x):
+        return F.linear(x, self.weights[0])
+
+
+class Refusing(Net):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("never")
+
+
+@pytest.mark.parametrize("kind", [ByGlobal, ByWeakKey, Listed, Refusing])
+def test_a_model_that_cannot_be_copied_is_refused(kind, tmp_path):
+    with pytest.raises(ModelError, match=r"expected one that (uses its parameters|copy\.deepcopy)"):
+        fit(build(kind))
+    fit(build("plain")).save(tmp_path / "a")
+    if kind is not ByGlobal:  # whose parameters have other names
+        with pytest.raises(ModelError, match="expected one that"):
+            deltabars.load(tmp_path / "a", build(kind))
+
+
+GENERATOR = torch.Generator()
+SOURCES = {
+    "torch": lambda: torch.rand(()),
+    "a generator": lambda: torch.rand((), generator=GENERATOR),
+    "python": lambda: __import__("random").random(),
+    "numpy": lambda: __import__("numpy").random.rand(),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_block_that_is_rarely_left_out_is_noticed(source):
+    class Rare(Net):
+        def first(self, x):
+            return self.a(x) * (SOURCES[source]() > 0.05)
+
+    for _ in range(4):
+        with pytest.raises(ModelError, match="same outputs for the same inputs"):
+            fit(build(Rare), batch_size=4)
+
+
+class Drawing(Net):
+    def first(self, x):
+        torch.rand(3)
+        return self.a(x)
+
+
+def test_numbers_that_are_drawn_and_not_used_are_no_matter():
+    found = fit(build(Drawing)).predict(UNSEEN)
+    assert torch.equal(found.std, fit(build("plain")).predict(UNSEEN).std)
+
+
+class Detached(Net):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+def test_models_that_only_look_sound_are_refused():
     with pytest.raises(ModelError, match=r"derivatives that are all zero.*detach"):
-        refit(Detached(dense_case.model), dense_case)
-
-
-def test_batch_statistics_are_refused(dense_case):
-    model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)).double()
+        fit(build(Detached))
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
     with pytest.raises(ModelError, match="not to depend on the rest of its batch"):
-        refit(model, dense_case)
+        fit(nn.Sequential(norm, nn.Linear(4, 3)).double())
 
 
-def test_a_head_before_a_log_softmax_is_a_last_layer(dense_case):
+def test_a_head_before_a_log_softmax_is_a_last_layer():
     """Log-probabilities are logits too: the fit is that of the logits themselves."""
+    case = cached_case("dense")
     plain, ended = (
-        refit(model, dense_case, params=deltabars.last_layer()).predict(dense_case.unseen)
-        for model in (dense_case.model, nn.Sequential(*dense_case.model, nn.LogSoftmax(1)))
+        fit(model, case.data, l2=case.l2, params=deltabars.last_layer()).predict(case.unseen)
+        for model in (case.model, nn.Sequential(*case.model, nn.LogSoftmax(1)))
     )
     torch.testing.assert_close(ended.std, plain.std, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize(
-    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
-)
-def test_hooks_on_gradients_neither_run_nor_get_lost(register):
-    case = make_case("dense")
-    ran = []
-    getattr(case.model[0], register)(lambda *_: ran.append(1))
-    out = refit(case.model, case, estimator="sandwich").predict(case.unseen)
-    expected = refit(cached_case("dense").model, case, estimator="sandwich").predict(case.unseen)
+@pytest.mark.parametrize("when", ["hook", "pre_hook"])
+def test_hooks_on_gradients_neither_run_nor_get_lost(when):
+    case, ran = make_case("dense"), []
+    getattr(case.model[0], f"register_full_backward_{when}")(lambda *_: ran.append(1))
+    out, expected = (
+        fit(each.model, case.data, l2=case.l2, estimator="sandwich").predict(case.unseen)
+        for each in (case, cached_case("dense"))
+    )
     assert torch.equal(out.std, expected.std)
     assert not ran
     case.model(case.inputs.clone().requires_grad_()).sum().backward()
     assert ran == [1]
 
 
-def test_the_effective_parameters_of_an_incremental_fit_bound_the_exact_ones():
-    case = cached_case("linear", count=400, l2=0.001)
-    fit = refit(case.model, case, solver="incremental", memory_budget=200_000)
-    assert fit.spectra["opg"].slack > 1e-4
-    values = torch.linalg.eigvalsh(case.oracle.opg())
-    low, high = fit.effective_parameters_interval
-    assert low <= float((1 - case.l2 / values).sum()) <= high
+def sorted_inside(net, x):
+    order = x[:, 0].argsort()
+    return net.b(net.a(x[order]).tanh())[order.argsort()]
+
+
+def by_rows(net, x):
+    kept = [row[row > 0].sum().expand(1) for row in net.a(x).tanh()]
+    return net.b(torch.stack(kept) * x[:, :1].expand(-1, 1) + net.a(x).tanh())
+
+
+def slice_assignment(net, x):
+    hidden = net.a(x).tanh().clone()
+    hidden[:, 0] = 0
+    return net.b(hidden)
+
+
+ODD = {
+    "sorted inside": sorted_inside,
+    "by rows": by_rows,
+    "counts": lambda net, x: net.b(net.a(x).tanh()) + int(x.shape[0] > 0) * x[:, :3],
+    "by item": lambda net, x: net.b(net.a(x).tanh()) * float(net.scale),
+    "slice assignment": slice_assignment,
+    "PReLU": lambda net, x: net.b(net.slope(net.a(x))),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_models_have_the_matrices_of_plain_autograd(kind):
+    layers = {"a": nn.Linear(4, 5), "b": nn.Linear(5, 3)}
+    model = build(lambda: Wired(ODD[kind], slope=nn.PReLU(5), **layers))
+    model.register_buffer("scale", torch.tensor(1.5).double())
+    inputs, targets = INPUTS[:9].clone(), DATA[1][:9]
+    inputs[:3] = inputs[:3][inputs[:3, 0].argsort()]  # in order, as far as a glance goes
+    oracle = Oracle(model, inputs, targets, L2)
+    operators = [(OPGOperator, oracle.opg())]
+    if kind != "PReLU":
+        operators.append((HessianOperator, oracle.hessian()))
+    for operator, exact in operators:
+        problem = Problem(model, (inputs, targets), l2=L2, chunk_size=4)
+        torch.testing.assert_close(operator(problem).to_dense(), exact, **EXACT)
+
+
+class Tuned(Net):
+    def __init__(self, mean=0.0, eps=1e-5, shift=0.0, way=torch.tanh):
+        super().__init__()
+        self.norm = nn.LayerNorm(6, eps=eps)
+        self.register_buffer("mean", torch.full((4,), mean), persistent=False)
+        self.shift, self.way = torch.full((6,), shift), way
+
+    def forward(self, x):
+        self.cache = self.norm(self.a(x - self.mean)) + self.shift
+        return self.b(self.way(self.cache))
+
+
+def tuned(**options):
+    return build(partial(Tuned, **options))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fits") / "a"
+    fit(tuned()).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mean": 0.5}, {"eps": 1e-6}, {"shift": 0.1}, {"way": torch.sin}, {"mean": 1e-4}],
+    ids=",".join,
+)
+def test_another_function_of_the_same_weights_is_refused(path, options):
+    model = tuned(**options)
+    with pytest.raises(WeightsMismatchError, match="same weights that computes something else"):
+        deltabars.load(path, model)
+    assert deltabars.load(path, model, check_weights=False).rank == 6
+
+
+def test_the_same_function_is_taken_whatever_its_passes_left(path):
+    model = tuned()
+    model(INPUTS)
+    for each in (model, tuned().train(), tuned().float().double()):
+        deltabars.load(path, each).save(path.with_name("b"))
+        assert deltabars.load(path.with_name("b"), tuned()).rank == 6
+        model(INPUTS[:3])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_other_counts_of_threads_and_types_are_no_other_function(kind, tmp_path):
+    model, before = tuned().to(kind), torch.get_num_threads()
+    fit(model, (INPUTS.to(kind), DATA[1]), dtype=torch.float32).save(tmp_path / "a")
+    torch.set_num_threads(2)
+    try:
+        assert deltabars.load(tmp_path / "a", model).rank == 6
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inputs_are_generated_in_the_range_of_the_data(tmp_path):
+    def tokens(factor):
+        def forward(net, ids, mask):
+            rows = net.rows(ids) * mask[..., None]
+            return net.head(rows.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)) * factor
+
+        return Wired(forward, rows=nn.Embedding(7, 4), head=nn.Linear(4, 3))
+
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        "ids": torch.randint(0, 7, (24, 5), generator=generator),
+        "mask": torch.randint(0, 2, (24, 5), generator=generator).float(),
+        "labels": torch.arange(24) % 3,
+    }
+    model, other = (build(partial(tokens, factor)) for factor in (1.0, 1.01))
+    fit(model, data).save(tmp_path / "a")
+    assert deltabars.load(tmp_path / "a", model).rank == 6
+    with pytest.raises(WeightsMismatchError, match="outputs of generated inputs differ"):
+        deltabars.load(tmp_path / "a", other)
+
+
+def test_files_before_this_version_load_with_a_note(path, tmp_path):
+    header, tensors = storage.read(path)
+    del header["behaviour"], tensors["behaviour.outputs"]
+    storage.write(tmp_path / "old", header, tensors)
+    with pytest.warns(ModelWarning, match="noted the weights alone"):
+        found = deltabars.load(tmp_path / "old", tuned())
+    assert torch.equal(found.predict(INPUTS).std, deltabars.load(path, tuned()).predict(INPUTS).std)
+
+
+@pytest.mark.parametrize(
+    "ranges", [[[[1 << 40], 0, 1]], [[[4], 0, float("inf")]], [[[4], 0, 1]] * 2], ids=str
+)
+def test_notes_that_no_fit_has_are_refused(path, tmp_path, ranges):
+    header, tensors = storage.read(path)
+    header["behaviour"]["ranges"] = ranges
+    storage.write(tmp_path / "b", header, tensors)
+    with pytest.raises(CorruptFileError):
+        deltabars.load(tmp_path / "b", tuned())
+
+
+def test_a_fit_does_without_the_compiler_of_torch():
+    program = textwrap.dedent("""
+        import sys, torch, deltabars
+        model, data = torch.nn.Linear(2, 2), (torch.ones(8, 2), torch.arange(8) % 2)
+        deltabars.fit(model, data, l2=1.0, rank=2, progress=False).predict(data[0])
+        assert "torch._dynamo" not in sys.modules
+    """)
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+from torch.func import functional_call, jvp
 from torch.nn import functional
 
-import deltabars
-from deltabars.fitting.loading import load
+from deltabars.fitting.fitted import load
 from deltabars.recipes.images import read_mnist
-from deltabars.recipes.paper import MNIST, PaperNetwork, paper_network
-from deltabars.recipes.reproduction.experiment import Experiment, Options
-from deltabars.recipes.reproduction.settings import small_size
-from deltabars.recipes.reproduction.summary import _line
-from deltabars.recipes.training import Stack, train
+from deltabars.recipes.paper import SMALL, PaperNetwork, paper_network
+from deltabars.recipes.summary import line as summary_line
+from deltabars.recipes.training import train
 from tests.scans import FEW, STEPS
 
 L2 = 0.01
@@ -58,27 +54,25 @@ def probabilities(network, data):
         return {part: network(data[part][0].double()).softmax(1) for part in PARTS}
 
 
-def along(network, data, direction, twice):
-    """The derivative of each training image's loss (N,) along a direction, and if `twice`
-    the second derivative of their mean.
+def along(network, data, direction):
+    """The derivative of each training image's loss (N,) along a direction, and the second
+    derivative of their mean.
     """
-    weights = list(network.parameters())
-    parts = direction.split([weight.numel() for weight in weights])
+    images, labels = data["train"]
+    point = {name: value.detach() for name, value in network.named_parameters()}
+    sizes = [value.numel() for value in point.values()]
+    parts = zip(point.items(), direction.split(sizes), strict=True)
+    tangent = {name: part.view_as(value) for (name, value), part in parts}
 
-    def inner(gradients):
-        pairs = zip(gradients, parts, strict=True)
-        return sum(gradient.flatten() @ part for gradient, part in pairs)
+    def losses(weights):
+        logits = functional_call(network, weights, (images.double(),))
+        return functional.cross_entropy(logits, labels, reduction="none")
 
-    firsts, total = [], 0.0
-    for images, labels in zip(*(part.split(100) for part in data["train"]), strict=True):
-        losses = functional.cross_entropy(network(images.double()), labels, reduction="none")
-        shares = torch.full_like(losses, 1 / len(data["train"][1]), requires_grad=True)
-        slope = inner(torch.autograd.grad(losses, weights, shares, create_graph=True))
-        # Linear in the shares: its derivative by each is that image's own.
-        first, *second = torch.autograd.grad(slope, [shares, *weights] if twice else [shares])
-        firsts.append(first)
-        total += float(inner(second)) if twice else 0.0
-    return torch.cat(firsts), total
+    def slopes(weights):
+        return jvp(losses, (weights,), (tangent,))[1]
+
+    firsts, seconds = jvp(slopes, (point,), (tangent,))
+    return firsts, float(seconds.mean())
 
 
 def line(x, y):
@@ -86,66 +80,49 @@ def line(x, y):
     x, y = x.astype(np.float64).ravel(), y.astype(np.float64).ravel()
     slope, intercept = np.polyfit(x, y, 1)
     correlation = np.corrcoef(x, y)[0, 1]
-    return {
-        "r2": correlation**2, "intercept": intercept, "slope": slope, "correlation": correlation,
-    }  # fmt: skip
+    numbers = (correlation**2, intercept, slope, correlation)
+    return dict(zip(("r2", "intercept", "slope", "correlation"), numbers, strict=True))
 
 
 def assert_line(found, x, y):
-    exact = line(x, y)
     # Two ways of least squares in float64; an intercept is a difference of numbers of size 0.1.
-    for name in ("r2", "slope", "correlation"):
-        assert found.get(name, exact[name]) == pytest.approx(exact[name], rel=1e-8, abs=1e-10)
-    assert found["intercept"] == pytest.approx(exact["intercept"], rel=1e-8, abs=1e-10)
+    for name, exact in line(x, y).items():
+        assert found.get(name, exact) == pytest.approx(exact, rel=1e-8, abs=1e-10)
 
 
-class TestTraining:
-    def test_accuracies(self, quick_run, data, probabilities):
-        for part in PARTS:
-            exact = float((probabilities[part].argmax(1) == data[part][1]).double().mean())
-            assert quick_run.results["training"][f"{part}_accuracy"] == pytest.approx(exact)
-
-    def test_cost_and_gradient(self, quick_run, network, data):
-        images, labels = data["train"]
-        weights = list(network.parameters())
-        loss = functional.cross_entropy(network(images.double()), labels)
-        cost = loss + 0.5 * L2 * sum(weight.square().sum() for weight in weights)
-        gradients = torch.autograd.grad(cost, weights)
-        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        found = quick_run.results["training"]
-        # float32 losses and gradients of some images, against float64.
-        assert found["cost"] == pytest.approx(float(cost.detach()), rel=1e-5)
-        assert found["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
+def test_training(quick_run, network, data, probabilities):
+    found = quick_run.results["training"]
+    for part in PARTS:
+        right = probabilities[part].argmax(1) == data[part][1]
+        assert found[f"{part}_accuracy"] == pytest.approx(float(right.double().mean()))
+    images, labels = data["train"]
+    weights = list(network.parameters())
+    loss = functional.cross_entropy(network(images.double()), labels)
+    cost = loss + 0.5 * L2 * sum(weight.square().sum() for weight in weights)
+    norm = torch.nn.utils.get_total_norm(torch.autograd.grad(cost, weights))
+    # float32 losses and gradients of some images, against float64.
+    assert found["cost"] == pytest.approx(float(cost.detach()), rel=1e-5)
+    assert found["gradient_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch.func.jvp
 class TestSpectra:
-    def test_they_are_those_of_the_stage(self, quick_run):
-        spectra, found = quick_run.stage("spectra"), quick_run.results["eigenvalues"]
-        for name in ("hessian", "opg", "hessian_smallest"):
-            assert found[name] == pytest.approx(spectra[name].tolist(), rel=1e-6)  # seven digits
-        for name in ("hessian", "opg"):
-            assert len(found[name]) == RANK
-            assert found[name] == sorted(found[name], reverse=True)
-
     def test_they_are_the_curvature_along_their_vectors(self, quick_run, fit, network, data):
         """qᵀGq = mean (gₙᵀq)² + λ and qᵀHq, by plain differentiation of the losses."""
         for name in ("hessian", "opg"):
+            found = quick_run.results["eigenvalues"][name]
+            assert len(found) == RANK
+            assert found == sorted(found, reverse=True)
             vector = fit.spectra[name].vectors[-1].double()
             assert float(vector.norm()) == pytest.approx(1, abs=1e-5)
-            first, second = along(network, data, vector / vector.norm(), name == "hessian")
+            first, second = along(network, data, vector / vector.norm())
             exact = second if name == "hessian" else float(first.square().mean())
             # The vectors are float32; a Rayleigh quotient is off by the square of their error, and
             # by the rounding of float32 products.
-            found = quick_run.results["eigenvalues"][name][-1]
-            assert found == pytest.approx(exact + L2, rel=1e-4)
-
-    def test_effective_parameters(self, quick_run):
-        for name in ("hessian", "opg"):
-            values = quick_run.stage("spectra")[name].astype(np.float64)
-            assert values.min() > 0
-            exact = ((values - L2) / values).sum()
-            # Float32 eigenvalues.
-            assert quick_run.results["effective_parameters"][name] == pytest.approx(exact, rel=1e-6)
+            assert found[-1] == pytest.approx(exact + L2, rel=1e-4)
+            effective = sum((value - L2) / value for value in found)  # of float32 eigenvalues
+            ours = quick_run.results["effective_parameters"][name]
+            assert ours == pytest.approx(effective, rel=1e-6)
 
     def test_the_main_network_is_the_first_initialisation(self, quick_run):
         results = quick_run.results
@@ -157,36 +134,28 @@ class TestSpectra:
         assert spread["cost"][1] != spread["cost"][0]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
         for matrix, rank in (("opg", 5), ("hessian", 2)):
-            own = quick_run.stage(f"initialisations-2-seed-1-{matrix}-{rank}")[matrix]
+            own = quick_run.stage(f"spectrum-2-1-{matrix}-{rank}")[matrix]
             assert spread[matrix][1] == pytest.approx(own.tolist(), rel=1e-4)  # five digits
 
 
 @pytest.mark.parametrize("part", PARTS)
-class TestPredictions:
-    def test_means(self, quick_run, probabilities, part):
-        found = quick_run.stage(f"predictions-{part}")
-        # Float32 logits of size 10 are off by about 1e-5.
-        np.testing.assert_allclose(found["mean"], probabilities[part].numpy(), rtol=0, atol=1e-5)
-        assert (found["label"] == found["mean"].argmax(1)).all()
-
-    def test_regressions(self, quick_run, part):
-        found = quick_run.stage(f"predictions-{part}")
-        for x, y in PAIRS:
-            ours = quick_run.results["regressions"][part][f"{x}_{y}"]
-            assert_line(ours, found[f"{x}_std"], found[f"{y}_std"])
-
-    def test_scores(self, quick_run, data, probabilities, part):
-        found = quick_run.stage(f"predictions-{part}")
-        right = (probabilities[part].argmax(1) == data[part][1]).numpy()
-        assert 0 < right.sum() < len(right)
-        for name in ESTIMATORS:
-            std = found[f"{name}_std"].astype(np.float64)
-            score = np.sqrt((std**2).sum(1))
-            ours = quick_run.results["scores"][part][name]
-            # Scores are kept as float32.
-            assert ours["mean"] == pytest.approx(score.mean(), rel=1e-5)
-            assert ours["true_positives"] == pytest.approx(score[right].mean(), rel=1e-5)
-            assert ours["false_positives"] == pytest.approx(score[~right].mean(), rel=1e-5)
+def test_predictions(quick_run, data, probabilities, part):
+    found = quick_run.stage(f"predictions-{part}")
+    # Float32 logits of size 10 are off by about 1e-5.
+    np.testing.assert_allclose(found["mean"], probabilities[part].numpy(), rtol=0, atol=1e-5)
+    assert (found["label"] == found["mean"].argmax(1)).all()
+    for x, y in PAIRS:
+        ours = quick_run.results["regressions"][part][f"{x}_{y}"]
+        assert_line(ours, found[f"{x}_std"], found[f"{y}_std"])
+    right = (probabilities[part].argmax(1) == data[part][1]).numpy()
+    assert 0 < right.sum() < len(right)
+    for name in ESTIMATORS:
+        score = np.sqrt((found[f"{name}_std"].astype(np.float64) ** 2).sum(1))
+        ours = quick_run.results["scores"][part][name]
+        # Scores are kept as float32.
+        assert ours["mean"] == pytest.approx(score.mean(), rel=1e-5)
+        assert ours["true_positives"] == pytest.approx(score[right].mean(), rel=1e-5)
+        assert ours["false_positives"] == pytest.approx(score[~right].mean(), rel=1e-5)
 
 
 class TestEnsembles:
@@ -201,14 +170,12 @@ class TestEnsembles:
         for each in start:
             for parameter in each.parameters():
                 parameter.data.mul_(0.06)
-        stack = train(
-            Stack.of(MNIST, start), images, labels,
-            steps=STEPS, schedule=small_size(MNIST).schedule[:1], rows=rows, progress=False,
+        networks = train(
+            start, images, labels,
+            steps=STEPS, schedule=SMALL.schedule[:1], rows=rows, progress=False,
         )  # fmt: skip
         with torch.no_grad():
-            found = torch.stack(
-                [stack.network(place)(data["test"][0]).softmax(1).double() for place in range(2)]
-            )
+            found = torch.stack([each(data["test"][0]).softmax(1).double() for each in networks])
         difference = (found[0] - found[1]).abs().numpy()
         # Float32 probabilities; of two numbers the std is their difference over √2.
         np.testing.assert_allclose(arrays["std"], difference / 2**0.5, rtol=0, atol=1e-5)
@@ -228,7 +195,7 @@ class TestEnsembles:
     )
     def test_samples(self, quick_run, fit, network, data, sampler, full_rank, scatter):
         arrays = quick_run.stage(f"samples-4-opg-{sampler}")
-        opg = fit_of(fit, "opg")
+        opg = fit.moved(estimator="opg")
         point = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
         found = []
         for row in opg.sample(4, 0, full_rank=full_rank).double():
@@ -243,29 +210,10 @@ class TestEnsembles:
         assert_line(ours, quick_run.stage("predictions-test")["opg_std"], arrays["std"])
 
     def test_a_falling_line_has_a_negative_correlation(self, quick_run):
-        size = dataclasses.replace(
-            small_size(MNIST),
-            **FEW,
-            steps=STEPS,
-            rank=RANK,
-            initialisations=2,
-            hessians=2,
-            hessian_rank=2,
-            samples=4,
-        )
-        options = Options(
-            quick_run.data, quick_run.out, 0, None, torch.device("cpu"), True, False, False
-        )
-        experiment = Experiment(MNIST, size, options, lambda line: None)
         std = quick_run.stage("predictions-test")["opg_std"]
-        found = _line(experiment, {"std": 1 - 2 * std}, "opg")
+        found = summary_line(std, 1 - 2 * std)
         assert found["correlation"] == pytest.approx(-1)
         assert found["slope"] == pytest.approx(-2)
-
-
-def fit_of(fit, estimator):
-    """A sandwich fit as one of the estimators that it serves."""
-    return deltabars.DeltaFit(fit.state.moved(estimator=estimator))
 
 
 def test_the_foreign_image(quick_run, fit):
@@ -274,13 +222,13 @@ def test_the_foreign_image(quick_run, fit):
     np.testing.assert_array_equal(arrays["image"], board[None])
     assert found["ranks"] == [1, 2, 3, 4, 5]
     image = torch.from_numpy(board).float()[None, None]
-    for place, rank in enumerate(found["ranks"]):
+    for index, rank in enumerate(found["ranks"]):
         options = {"rank": int(rank), "estimator": "opg"}
         full = fit.predict(image, **options)
         low = fit.predict(image, full_rank=False, **options)
         # Float32, in a batch of another size.
-        assert found["full"][place] == pytest.approx(float(full.score), rel=1e-4)
-        assert found["low_rank"][place] == pytest.approx(float(low.score), rel=1e-4)
+        assert found["full"][index] == pytest.approx(float(full.score), rel=1e-4)
+        assert found["low_rank"][index] == pytest.approx(float(low.score), rel=1e-4)
     score = np.sort(quick_run.stage("predictions-train")["opg_score"])[::-1]
     assert found["highest_training_scores"] == pytest.approx(score[:10].tolist(), rel=1e-4)
 

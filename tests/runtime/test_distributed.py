@@ -3,66 +3,135 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
 import signal
-import threading
 import time
 import warnings
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)  # fmt: skip
 
 import deltabars
-from deltabars import Problem
 from deltabars.errors import BadValueError, DeltaBarsError, ModelError, StorageError
 from tests import stopping
-from tests.processes import (
-    CASES,
-    CLASSES,
-    DATA,
-    ESSENTIALS,
-    case,
-    fit,
-    launched,
-    of_data,
-    results,
-    subject,
-)
+from tests.processes import CASES, CLASSES, case, fit, launched, results, subject
 
 SAME_EIGENVALUES, SAME_PREDICTIONS = 1e-6, 1e-5  # relative
-FOR_FOUR = ("distributed sampler", "shards")
+OF_FOUR = ("opg krylov", "ggn incremental")
+STEPS = (("hessian", 7, 1), ("opg", 14, 6))  # most collectives of a step, and its products
+FILES = {"plain": {}, "short": {"dtype": "bfloat16"}, "files": {"max_file_size": "20KB"}}
 OPTIONS = {"estimator": "sandwich", "solver": "krylov", "rank": 20}
 
 
-def work(names: Any, kinds: Any, count: int) -> Any:
-    """All of the cases and kinds of data in one process."""
-    return lambda process: (
-        {name: case(name, count) for name in names},
-        {kind: of_data(kind, process, count) for kind in kinds},
-    )
+class Mappings(Dataset):
+    """Examples by number, as mappings with names, as Hugging Face's are."""
+
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data[0])
+
+    def __getitem__(self, number: int) -> Any:
+        return {"input": self._data[0][number], "labels": self._data[1][number]}
 
 
-def found_by(count, names, kinds, folders):
-    for name in ESSENTIALS:
+class Stream(IterableDataset):
+    def __init__(self, data: tuple[Tensor, Tensor], process: int, count: int) -> None:
+        self._part = tuple(part[process::count] for part in data)
+
+    def __iter__(self) -> Any:
+        return zip(*self._part, strict=True)
+
+
+def shard(data: tuple[Tensor, Tensor], process: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the shard of this process: the first one has most of the examples."""
+    bounds = [0, *(len(data[0]) - 7 * k for k in range(count - 1, -1, -1))]
+    return tuple(part[bounds[process] : bounds[process + 1]] for part in data)
+
+
+def loader(data: Any, process: int, count: int, kind: str) -> DataLoader:
+    """Make a loader with a sampler: of half of the data, the same or not, or of DDP's part."""
+    dataset: Any = TensorDataset(*data)
+    if kind == "distributed":
+        sampler: Any = DistributedSampler(dataset, count, process) if count > 1 else None
+    else:
+        indices = range(process, len(dataset), count) if kind == "own" else range(0, 90, 2)
+        sampler = SubsetRandomSampler(indices, torch.Generator().manual_seed(process))
+    return DataLoader(dataset, batch_size=4, sampler=sampler)
+
+
+def partly_labelled(data: tuple[Tensor, Tensor], process: int, count: int) -> Any:
+    """Make a shard in which each example comes three times, twice without a target."""
+    inputs, targets = (part.repeat_interleave(3, 0) for part in data)
+    targets[::3] = targets[1::3] = -100
+    return shard((inputs, targets), process, count)
+
+
+# The data of one process, from those of all.
+DATA: dict[str, Callable[[Any, int, int], Any]] = {
+    "tensors": lambda data, process, count: data,
+    "drop_last": lambda data, process, count: DataLoader(
+        TensorDataset(*data), batch_size=9, drop_last=True
+    ),
+    "same sampler": partial(loader, kind="same"),
+    "samplers that differ": partial(loader, kind="own"),
+    "distributed sampler": partial(loader, kind="distributed"),
+    "shards": shard,
+    "stream": lambda data, process, count: DataLoader(Stream(data, process, count), batch_size=4),
+    "mappings": lambda data, process, count: DataLoader(Mappings(data), batch_size=7),
+    "some without a target": partly_labelled,
+}
+
+
+def of_data(kind: str, process: int, count: int) -> dict[str, Any]:
+    """Return what depends on the data, of a fit of one kind of data in this process."""
+    model, data = subject()
+    made = DATA[kind](data, process, count)
+    found = fit(model, made, estimator="ggn", solver="dense")
+    return {
+        "examples": found.num_examples,
+        "cost": found.diagnostics["cost"],
+        "fingerprint": found.diagnostics["data_fingerprint"],
+        "values": found.spectra["ggn"].values,
+        "processes": found.diagnostics.get("processes"),
+    }
+
+
+def found_by(count, names, kinds, folder):
+    """The cases and kinds of data in processes of one launch: for each process, both by name."""
+    for name in ("opg krylov", "ggn incremental", "auto", "regression"):
         alone(name)  # what torch loads for a first fit is loaded once, before they part
-    return results(count, work(names, kinds, count), folders.mktemp("some") / "processes")
+
+    def work(process):
+        cases = {name: case(name, count) for name in names}
+        return cases, {kind: of_data(kind, process, count) for kind in kinds}
+
+    return results(count, work, folder / "processes")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return found_by(2, CASES, DATA, tmp_path_factory)
+    return found_by(2, CASES, DATA, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return found_by(4, ESSENTIALS, FOR_FOUR, tmp_path_factory)
+    return found_by(4, OF_FOUR, ["shards"], tmp_path_factory.mktemp("four"))
 
 
 @cache
@@ -103,35 +172,28 @@ class TestSameNumbers:
     def test_of_two_processes(self, two, name):
         check_same(name, [cases[name] for cases, _ in two])
 
-    @pytest.mark.parametrize("name", ESSENTIALS)
-    def test_of_four_processes(self, four, name):
-        check_same(name, [cases[name] for cases, _ in four])
-
-    def test_the_cases_are_what_they_are_called(self, two):
-        found = two[0][0]
-        size = sum(weight.numel() for weight in subject()[0].parameters())
-        assert found["opg krylov"]["reached"] < size
-        assert found["restarts"]["statistics"]["hessian"]["restarts"] > 0
-        assert found["restarted blocks"]["statistics"]["opg"]["restarts"] > 0
-        values = found["repeated eigenvalues"]["values"]["ggn"]
-        assert float(values[0] - values[-1]) < 1e-9  # forty copies of one
-
-
-class TestData:
     @pytest.mark.parametrize("kind", DATA)
-    def test_of_two_processes(self, two, kind):
+    def test_of_data_of_two_processes(self, two, kind):
         check_same_data(kind, [kinds[kind] for _, kinds in two])
 
-    @pytest.mark.parametrize("kind", FOR_FOUR)
-    def test_of_four_processes(self, four, kind):
-        check_same_data(kind, [kinds[kind] for _, kinds in four])
+    def test_of_four_processes(self, four):
+        for name in OF_FOUR:
+            check_same(name, [cases[name] for cases, _ in four])
+        check_same_data("shards", [kinds["shards"] for _, kinds in four])
 
-    def test_who_reads_what(self, two):
-        sources = {kind: found["processes"]["source"] for kind, found in two[0][1].items()}
-        counts = {kind: found["processes"]["examples"] for kind, found in two[0][1].items()}
-        assert sources["tensors"] == sources["shuffled"] == sources["own sampler"] == "split"
+    def test_the_cases_are_what_they_are_called(self, two):
+        found, data = two[0]
+        size = sum(weight.numel() for weight in subject()[0].parameters())
+        assert found["opg krylov"]["reached"] < size
+        assert found["restarts"]["restarts"]["hessian"] > 0
+        assert found["restarted blocks"]["restarts"]["opg"] > 0
+        values = found["repeated eigenvalues"]["values"]["ggn"]
+        assert float(values[0] - values[-1]) < 1e-9  # forty copies of one
+        sources = {kind: each["processes"]["source"] for kind, each in data.items()}
+        counts = {kind: each["processes"]["examples"] for kind, each in data.items()}
+        assert sources["tensors"] == sources["same sampler"] == "split"
         assert sources["distributed sampler"] == "sampler"
-        assert sources["shards"] == sources["stream"] == sources["batches"] == "own"
+        assert sources["shards"] == sources["stream"] == "own"
         assert counts["tensors"] == counts["distributed sampler"] == [51, 50]
         assert counts["shards"] == [94, 7]
 
@@ -143,30 +205,58 @@ def refused(action, kind):
     return str(caught.value)
 
 
-def answers(process, folder):
-    """Everything that can be asked of a fit, in one process of two."""
-    model, data = subject()
-    own = fit(model, data, **OPTIONS)
+def sharded(model):
+    """The model with parameters that processes share, in two ways of torch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    first, second, cpu = copy.deepcopy(model), copy.deepcopy(model), torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about its older ways
+        mesh = init_device_mesh("cpu", (2,))
+        return fully_shard(first, mesh=mesh), FullyShardedDataParallel(second, device_id=cpu)
+
+
+def asked_of(own, process):
+    """What is asked of a fit, in one process of two or in one alone: numbers by name."""
+    data = subject()[1]
     some = data[0][:5]
-    own.save(folder / "plain")
-    own.save(folder / "short", dtype="bfloat16")
-    own.save(folder / "files", max_file_size="20KB")
-    tuned = own.tune_l2()
-    found = {
-        "repr": repr(own),
-        "html": own._repr_html_(),
+    return {
+        "std": own.predict(some).std,
         "sample": own.sample(3),
         "with_l2": own.with_l2(0.05).predict(some).std,
-        "tuned": (tuned.l2, own.tune_l2(data, "validation").l2),
-        "effective": own.effective_parameters_interval,
+        "tuned": torch.tensor([own.tune_l2().l2, own.tune_l2(data, "validation").l2]),
+        "effective": torch.tensor(own.effective_parameters_interval),
         "covariance": own.predict(some, covariance=True, classes="top2").covariance,
         "uneven": own.predict(data[0][: 3 if process else 90], batch_size=7).std,
         "served": own.predict(some, estimator="opg", rank=7).std,
         "offloaded": own.offloaded().predict(some).std,
+    }
+
+
+def answers(process, folder):
+    """The numbers of one process of two, what it shows and what it refuses; some files as well."""
+    model, data = subject()
+    own = fit(model, data, **OPTIONS)
+    some = data[0][:5]
+    for name, options in FILES.items():
+        own.save(folder / name, **options)
+    wrapped = fit(DistributedDataParallel(copy.deepcopy(model)), data, **OPTIONS)
+    found = {
+        "numbers": asked_of(own, process),
+        "repr": repr(own),
         "loaded": deltabars.load(folder / "plain", model).predict(some).std,
         "pickle": refused(lambda: pickle.dumps(own), StorageError),
         "certify": refused(lambda: own.certify(some, data, estimator="opg"), BadValueError),
+        "wrapped": (wrapped.network.parameters.names, wrapped.predict(some).std),
+        "sharded": [refused(partial(fit, each, data), ModelError) for each in sharded(model)],
+        "widths": [pairs.vectors.part.shape[1] for pairs in own.spectra.values()],
+        "costs": [],
     }
+    for name, limit, block in STEPS:
+        costs = fit(model, data, estimator=name, rank=60, solver="krylov").diagnostics
+        most = limit * costs[name]["products"] / block + 60
+        found["costs"].append((costs["processes"]["collectives"], most))
     with deltabars.distributed.alone():
         found["alone"] = process and fit(model, data, **OPTIONS).predict(some).std
     return found
@@ -187,32 +277,20 @@ def plain():
 
 class TestAnswers:
     def test_are_those_of_one_process(self, asked, plain):
-        data = subject()[1]
-        some = data[0][:5]
-        close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-9)
-        tuned = plain.tune_l2().l2, plain.tune_l2(data, "validation").l2
+        size = plain.num_parameters
         for process, found in enumerate(asked[0]):
-            close(found["sample"], plain.sample(3))
-            close(found["with_l2"], plain.with_l2(0.05).predict(some).std)
-            close(found["uneven"], plain.predict(data[0][: 3 if process else 90]).std)
-            close(found["served"], plain.predict(some, estimator="opg", rank=7).std)
-            expected = plain.predict(some, covariance=True, classes="top2").covariance
-            close(found["covariance"], expected)
-            for name in ("loaded", "offloaded"):
-                close(found[name], plain.predict(some).std)
-            assert found["tuned"] == pytest.approx(tuned, rel=1e-5)
-            assert found["effective"] == pytest.approx(plain.effective_parameters_interval)
+            expected = asked_of(plain, process)
+            for name, numbers in found["numbers"].items():
+                torch.testing.assert_close(numbers, expected[name], rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(found["loaded"], expected["std"], rtol=1e-5, atol=1e-9)
             assert found["repr"].splitlines()[0] == repr(plain).splitlines()[0]
-            assert "<table" in found["html"]
+            assert set(found["widths"]) == {-(-size // 2) if process == 0 else size // 2}
+        assert torch.equal(asked[0][1]["alone"], plain.predict(subject()[1][0][:5]).std)
 
     def test_what_is_refused_says_what_to_do(self, asked):
         for found in asked[0]:
             assert "that 2 processes share. Save the fit, and load it" in found["pickle"]
             assert "certify: expected one process, got 2" in found["certify"]
-
-    def test_one_process_may_fit_alone(self, asked, plain):
-        expected = plain.predict(subject()[1][0][:5]).std
-        assert torch.equal(asked[0][1]["alone"], expected)
 
     def test_files_of_processes_load_in_one(self, asked, plain):
         model, data = subject()
@@ -227,112 +305,26 @@ class TestAnswers:
         found = short.predict(some)
         assert bool((found.std_low <= expected.std).all() & (expected.std <= found.std_high).all())
 
-    def test_models_of_training_on_several_processes(self, tmp_path, plain):
-        def work(process):
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-            model, data = subject()
-            wrapped = fit(DistributedDataParallel(copy.deepcopy(model)), data, **OPTIONS)
-            names, std = wrapped.network.parameters.names, wrapped.predict(data[0][:5]).std
-            mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
-            first, second = (copy.deepcopy(model) for _ in range(2))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch, about its older ways
-                sharded = [
-                    fully_shard(first, mesh=mesh),
-                    FullyShardedDataParallel(second, device_id=cpu),
-                ]
-            return names, std, [refused(partial(fit, each, data), ModelError) for each in sharded]
-
-        for names, std, texts in results(2, work, tmp_path / "processes"):
+    def test_models_of_training_on_several_processes(self, asked, plain):
+        for found in asked[0]:
+            names, std = found["wrapped"]
             assert names == ("0.weight", "0.bias", "2.weight", "2.bias")
             torch.testing.assert_close(std, plain.predict(subject()[1][0][:5]).std)
-            for kind, text in zip(("DTensor", "FullyShardedDataParallel"), texts, strict=True):
+            for kind, text in zip(
+                ("DTensor", "FullyShardedDataParallel"), found["sharded"], strict=True
+            ):
                 assert f"got {kind}, which" in text
                 assert "Load a full state dict into a plain model" in text
 
-
-def resident():
-    """The resident memory of this process that no file stands for, in bytes."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-
-def measured(process, count):
-    """A fit with P = 299,050 and K = 40: its memory beyond what was there, and its vectors'."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(500, 400), nn.Tanh(), nn.Linear(400, 240), nn.Tanh(), nn.Linear(240, 10)
-    )
-    data = torch.randn(64, 500), torch.randint(0, 10, (64,))
-    options = {"estimator": "opg", "solver": "krylov", "batch_size": 8, "memory_budget": 1 << 30}
-    fit(*subject(), **options).predict(subject()[1][0][:4])  # what comes with the first one
-    gc.collect()
-    before, peak, is_over = resident(), 0, threading.Event()
-
-    def watch():
-        nonlocal peak
-        while not is_over.wait(0.002):
-            peak = max(peak, resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    vectors = fit(model, data, rank=40, **options).spectra["opg"].vectors
-    is_over.set()
-    watcher.join()
-    return peak - before, (vectors if count == 1 else vectors.part).nbytes
-
-
-class TestCosts:
-    @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
-    def test_memory_falls_with_the_processes(self, tmp_path):
-        peaks, sizes = {}, {}
-        for count in (1, 2):
-            found = results(count, partial(measured, count=count), tmp_path / str(count))
-            peaks[count], sizes[count] = map(max, zip(*found, strict=True))
-        assert sizes == {1: 40 * 299_050 * 4, 2: 40 * 299_050 * 2}
-        assert peaks[2] < 0.85 * peaks[1]
-
-    @pytest.mark.parametrize(("estimator", "most"), [("hessian", 7), ("opg", 14)])
-    def test_collectives_a_step_are_few(self, tmp_path, estimator, most):
+    def test_collectives_a_step_are_few(self, asked):
         """One step is a product of one row for the Hessian, of a block for the others."""
-
-        def work(process):
-            found = fit(*subject(), estimator=estimator, solver="krylov", rank=60)
-            return found.diagnostics["processes"], found.diagnostics[estimator]["products"]
-
-        (sent, products), _ = results(2, work, tmp_path / "processes")
-        steps = products / (1 if estimator == "hessian" else 6)
-        assert sent["collectives"] < most * steps + 60
-
-
-def too_few(process):
-    model, data = subject()
-    fit(model, tuple(part[:1] for part in data))
-
-
-def empty_shard(process):
-    model, data = subject()
-    fit(model, tuple(part[: 0 if process else None] for part in data))
-
-
-def same_stream(process):
-    model, (inputs, targets) = subject()
-    fit(model, [(inputs[:40], targets[:40]), (inputs[40:], targets[40:])])
+        assert all(sent < most for found in asked[0] for sent, most in found["costs"])
 
 
 def other_sampler(process):
     model, data = subject()
     dataset = TensorDataset(*data)
     fit(model, DataLoader(dataset, sampler=DistributedSampler(dataset, 2, 0), batch_size=8))
-
-
-def other_weights(process):
-    model, data = subject()
-    with torch.no_grad():
-        model[0].weight[0, 0] += 0.01 * process
-    fit(model, data)
 
 
 def no_inputs(process):
@@ -364,64 +356,67 @@ def missing(process):
         fit(*subject())
 
 
-# By name: what a process does, what the failing one says, and whether both say it.
+# By name: what a process does, and what the failing one says.
 FAILURES = {
-    "too few": (too_few, "expected an example for each of 2 processes, got 1", True),
-    "empty shard": (empty_shard, "expected at least one example in process 1, got none", True),
-    "same stream": (same_stream, "expected a part of them in each of 2 processes, got", True),
-    "other weights": (other_weights, "expected the same weights in every process", True),
-    "other sampler": (other_sampler, "expected that of process 1 of 2, got one of", False),
-    "no inputs": (no_inputs, "Inputs: expected at least one", False),
-    "raises": (raising, "no such shard", False),
-    "one process only": (missing, None, False),
+    "other sampler": (other_sampler, "expected that of process 1 of 2, got one of"),
+    "no inputs": (no_inputs, "Inputs: expected at least one"),
+    "raises": (raising, "no such shard"),
+    "one process only": (missing, None),
 }
 
 
 class TestFailures:
     @pytest.mark.parametrize("name", FAILURES)
     def test_every_process_ends_and_says_why(self, tmp_path, name):
-        work, said, by_both = FAILURES[name]
+        work, said = FAILURES[name]
         subject()
         first, second = launched(2, work, tmp_path / "processes", timeout=5.0).outcomes(40.0)
-        if said is not None:
-            assert said in second.error
-        assert by_both is (said is not None and said in first.error)
-        if not by_both:
-            assert first.error.startswith("ProcessError: Processes: expected an answer from all 2")
-            assert "Another process has failed or was ended" in first.error
+        assert said is None or said in second.error
+        assert first.error.startswith("ProcessError: Processes: expected an answer from all 2")
+        assert "Another process has failed or was ended" in first.error
 
-    def test_other_arguments_in_one_process_are_refused_by_name(self, tmp_path):
+    def test_other_data_or_arguments_in_one_process_are_refused_by_all(self, tmp_path):
         def work(process):
             model, data = subject()
+            inputs, targets = data
+            other = copy.deepcopy(model)
+            with torch.no_grad():
+                other[0].weight[0, 0] += 0.01 * process
             curved = nn.Sequential(model[0], nn.Softplus() if process else nn.ReLU(), model[2])
             wide = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, CLASSES)).double()
             loss = nn.CrossEntropyLoss(label_smoothing=0.1 * process)
+            none = slice(0, 0 if process else None)
             calls = {
-                "rank": lambda: fit(model, data, rank=10 + process),
-                "params": lambda: fit(model, data, params=["2.*"] if process else None),
-                "l2": lambda: fit(model, data, l2=0.02 + 0.001 * process),
-                "model": lambda: fit(wide if process else model, data),
-                "other outputs": lambda: fit(curved, data),
-                "likelihood": lambda: fit(model, data, likelihood=loss),
-                "dtype": lambda: fit(model, data, dtype=torch.float32 if process else None),
-                "checkpoint": lambda: fit(model, data, checkpoint="kept" if process else None),
-                "of a problem params": lambda: Problem(
-                    model, data, parameters=["0.*"] if process else None, l2=0.1
+                "an example for each of 2 processes, got 1": partial(
+                    fit, model, (inputs[:1], targets[:1])
                 ),
+                "at least one example in process 1, got none": partial(
+                    fit, model, (inputs[none], targets[none])
+                ),
+                "a part of them in each of 2 processes, got": partial(
+                    fit, model, [(inputs[:40], targets[:40]), (inputs[40:], targets[40:])]
+                ),
+                "the same weights in every process": partial(fit, other, data),
+                "rank": partial(fit, model, data, rank=10 + process),
+                "params": partial(fit, model, data, params=["2.*"] if process else None),
+                "l2": partial(fit, model, data, l2=0.02 + 0.001 * process),
+                "model": partial(fit, wide if process else model, data),
+                "every process": partial(fit, curved, data),
+                "likelihood": partial(fit, model, data, likelihood=loss),
+                "dtype": partial(fit, model, data, dtype=torch.float32 if process else None),
+                "checkpoint": partial(fit, model, data, checkpoint="kept" if process else None),
             }
             return {name: refused(call, DeltaBarsError) for name, call in calls.items()}
 
         subject()
         for texts in results(2, work, tmp_path / "processes"):
             for name, said in texts.items():
-                assert "in every process, got" in said
-                assert name.removeprefix("of a problem ") in said
-                assert "in process 1" in said
+                assert name in said
+                assert len(name.split()) > 1 or "in every process, got" in said
 
-    @pytest.mark.parametrize("way", ["lanczos", "block_krylov"])
-    def test_a_killed_fit_is_resumed_by_as_many_processes(self, tmp_path, way):
+    def test_a_killed_fit_is_resumed_by_as_many_processes(self, tmp_path):
         """The others end with an error, and the same launch ends with the numbers of one fit."""
-        folder, options = tmp_path / "kept", stopping.WAYS[way]
+        folder, options = tmp_path / "kept", stopping.WAYS["block_krylov"]
 
         def work(process):
             found = stopping.fit(folder, **options)
@@ -434,7 +429,7 @@ class TestFailures:
         while not any(folder.glob("*.safetensors")):
             assert os.waitpid(launch.pids[1], os.WNOHANG)[0] == 0, "It ended before that."
             time.sleep(0.001)
-        launch.kill(1)
+        os.kill(launch.pids[1], signal.SIGKILL)
         first, second = launch.outcomes()
         assert second.status == -signal.SIGKILL
         assert first.error.startswith("ProcessError: ")

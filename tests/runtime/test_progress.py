@@ -31,11 +31,6 @@ def fit(stderr, progress):
     sys.stderr.flush()
 
 
-@pytest.fixture
-def often(monkeypatch):
-    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
-
-
 def shown(enabled=True, total=10):
     """What a loop of ten shows in a file."""
     stream = io.StringIO()
@@ -45,18 +40,15 @@ def shown(enabled=True, total=10):
     return stream.getvalue().splitlines()
 
 
-@pytest.mark.usefixtures("often")
-def test_plain_lines_have_done_note_and_time_left():
+def test_plain_lines_have_done_note_and_time_left(monkeypatch):
+    assert shown() == []  # lines are seldom
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     lines = shown()
     assert len(lines) == 10
     assert lines[4].startswith("Eigenpairs: 5/10 pairs, 30 products, ")
     assert "s left" in lines[4]
     assert shown(total=None)[6].startswith("Eigenpairs: 7 pairs, 30 products, ")
     assert shown(enabled=False) == []
-
-
-def test_lines_are_seldom():
-    assert shown() == []
 
 
 def written(ours: int, theirs: int, progress: bool) -> str:
@@ -77,23 +69,16 @@ def on_terminal(progress: bool) -> str:
     return written(ours, theirs, progress)
 
 
-def test_a_terminal_gets_a_bar_with_products():
+def test_a_terminal_gets_a_bar_and_a_pipe_does_not():
     seen = on_terminal(True)
-    assert "Eigenpairs of the hessian" in seen
-    assert "products" in seen
-    assert "\r" in seen
-
-
-def test_a_terminal_gets_nothing_with_progress_false():
+    assert all(part in seen for part in ("Eigenpairs of the hessian", "products", "\r"))
     assert on_terminal(False) == ""
-
-
-def test_a_pipe_gets_no_bar():
     assert "\r" not in written(*os.pipe(), True)
 
 
-def test_predictions_show_it_as_asked_for(capsys, often):
+def test_predictions_show_it_as_asked_for(capsys, monkeypatch):
     """`progress` of predict and certify, whatever the fit does."""
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.0)
     model = torch.nn.Linear(4, 3).double()
     data = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3
     for of_fit in (True, False):

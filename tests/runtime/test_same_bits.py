@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import deltabars
 from deltabars.errors import BadValueError, DataError
-from deltabars.runtime.precision import same_bits, with_own_numbers
+from deltabars.runtime.precision import same_bits
 from tests.conftest import cached_case
 
 CASE = cached_case("dense")
@@ -44,30 +44,27 @@ def assert_same_bits(one, other):
     assert one.diagnostics["manifest"] == other.diagnostics["manifest"]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("estimator", ["opg", "sandwich"])
-def test_any_number_of_workers(estimator, shuffle):
-    first, *others = (fitted(loader(n, shuffle=shuffle), estimator) for n in (0, 1, 2))
-    for other in others:
-        assert_same_bits(first, other)
-
-
-@pytest.mark.parametrize(("workers", "budget"), [(2, None), (0, STREAMED)])
-def test_whatever_else_the_program_drew(workers, budget):
-    options = {"memory_budget": budget, "rank": 9 if budget is None else 2}
+def test_any_number_of_workers_and_whatever_else_the_program_drew(estimator):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        first = fitted(loader(workers), **options)
-        torch.manual_seed(2)
-        torch.randn(5)
-        assert_same_bits(first, fitted(loader(workers), **options))
+        first = fitted(loader(0), estimator)
+        for workers in (0, 2):
+            torch.manual_seed(2)
+            torch.randn(5)
+            state = torch.get_rng_state()
+            assert_same_bits(first, fitted(loader(workers), estimator))
+            assert torch.equal(torch.get_rng_state(), state)  # the program's own are left alone
 
 
-@pytest.mark.parametrize(("workers", "rank"), [(0, "auto"), (2, 9)])
-def test_the_programs_own_numbers_are_left_alone(workers, rank):
+@pytest.mark.parametrize("options", [{"memory_budget": STREAMED, "rank": 2}, {"rank": "auto"}])
+def test_data_that_are_read_again_and_again(options):
     before = torch.get_rng_state()
-    fitted(loader(workers), rank=rank).predict(CASE.unseen)
+    first = fitted(loader(0), **options)
     assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        assert_same_bits(first, fitted(loader(0), **options))
 
 
 def test_a_generator_of_ones_own_decides_for_itself():
@@ -95,26 +92,6 @@ def test_random_inputs_are_still_seen(workers):
         fitted(DataLoader(Trembling(), batch_size=7, num_workers=workers))
 
 
-def test_numbers_of_a_pass_begin_at_its_seed():
-    def draws():
-        for _ in range(3):
-            yield torch.rand(1).item()
-
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        expected = list(draws())
-        torch.manual_seed(77)
-        found = []
-        for number in with_own_numbers(draws(), 5):
-            torch.rand(2)  # between two batches the program draws its own
-            found.append(number)
-        assert found == expected
-        after = torch.rand(1)
-        torch.manual_seed(77)
-        torch.rand(6)
-        assert torch.equal(after, torch.rand(1))
-
-
 def test_deterministic_changes_nothing_on_a_cpu(tmp_path):
     plain, asked = (fitted(CASE.data, "sandwich", deterministic=each) for each in (False, True))
     for name, pairs in plain.spectra.items():
@@ -125,13 +102,6 @@ def test_deterministic_changes_nothing_on_a_cpu(tmp_path):
     assert (plain.network.deterministic, loaded.network.deterministic) == (False, True)
     with pytest.raises(BadValueError, match="deterministic: expected True or False, got 1"):
         fitted(CASE.data, deterministic=1)
-
-
-SWITCHES = [
-    (False, False, True, True),
-    (True, True, False, False),
-    (True, False, True, True),
-]  # each as a user may have them
 
 
 def switches():
@@ -149,74 +119,65 @@ def switch(algorithms, warn_only, fill, benchmark):
     torch.backends.cudnn.benchmark = benchmark
 
 
-@pytest.fixture(params=SWITCHES)
-def switched(request, monkeypatch):
+@pytest.mark.parametrize("own", [(False, False, True, True), (True, True, False, False)])
+def test_torchs_switches_are_set_and_put_back(own, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = switches()
-    switch(*request.param)
-    yield request.param
-    switch(*before)
+    switch(*own)  # as a user may have them
+    try:
+        with same_bits(False):
+            assert switches() == own
+            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        with same_bits(True):
+            assert switches() == (True, False, False, False)
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with pytest.raises(ValueError, match="inside"), same_bits(True):
+            raise ValueError("inside")
+        assert switches() == own
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a user's own
+        with same_bits(True):
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    finally:
+        switch(*before)
 
 
-def test_torchs_switches_are_set_and_put_back(switched, monkeypatch):
-    with same_bits(False):
-        assert switches() == switched
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    with same_bits(True):
-        assert switches() == (True, False, False, False)
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert switches() == switched
-    with pytest.raises(ValueError, match="inside"), same_bits(True):
-        raise ValueError("inside")
-    assert switches() == switched
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a user's own
-    with same_bits(True):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+def test_the_manifest_says_what_must_be_the_same_and_goes_with_the_fit(tmp_path):
+    fit = fitted(
+        CASE.data, "ggn", seed=7, l2={"*": 0.05, "*.bias": 0.1}, params=["0.*"],
+        residual_tolerance=1e-6, batch_size=5, dtype=torch.float32,
+    )  # fmt: skip
+    found = fit.diagnostics["manifest"]
+    assert json.loads(json.dumps(found)) == found
+    assert (found["deltabars"], found["torch"]) == (deltabars.__version__, torch.__version__)
+    assert (found["device"], found["dtype"], found["threads"]) == ("cpu", "torch.float32", 1)
+    assert found["weights"] == fit.weights
+    assert found["data"]["num_examples"] == 29
+    assert found["data"]["fingerprint"] == fit.diagnostics["data_fingerprint"]
+    expected = {
+        "estimator": "ggn", "seed": 7, "l2": {"*": 0.05, "*.bias": 0.1}, "rank": 9,
+        "params": ["0.weight", "0.bias"], "solver": "krylov", "residual_tolerance": 1e-6,
+        "batch_size": 5, "likelihood": "categorical", "deterministic": False,
+        "memory_budget": None, "max_products": None, "smallest": 0,
+    }  # fmt: skip
+    assert expected.items() <= found["options"].items()
+    fit.save(tmp_path / "fit")
+    loaded = deltabars.load(tmp_path / "fit", CASE.model)
+    moved = fit.with_l2({"*": 0.1, "*.bias": 0.2})
+    for each in (loaded, copy.deepcopy(fit), pickle.loads(pickle.dumps(fit)), moved):
+        assert each.diagnostics["manifest"] == found
 
 
-class TestManifest:
-    def test_it_says_what_must_be_the_same_and_goes_with_the_fit(self, tmp_path):
-        fit = fitted(
-            CASE.data, "ggn", seed=7, l2={"*": 0.05, "*.bias": 0.1}, params=["0.*"],
-            residual_tolerance=1e-6, batch_size=5, dtype=torch.float32,
-        )  # fmt: skip
-        found = fit.diagnostics["manifest"]
-        assert json.loads(json.dumps(found)) == found
-        assert found["deltabars"] == deltabars.__version__
-        assert found["torch"] == torch.__version__
-        assert (found["device"], found["dtype"], found["threads"]) == ("cpu", "torch.float32", 1)
-        assert found["weights"] == fit.weights
-        assert found["data"]["num_examples"] == 29
-        assert found["data"]["fingerprint"] == fit.diagnostics["data_fingerprint"]
-        expected = {
-            "estimator": "ggn", "seed": 7, "l2": {"*": 0.05, "*.bias": 0.1}, "rank": 9,
-            "params": ["0.weight", "0.bias"], "solver": "krylov", "residual_tolerance": 1e-6,
-            "batch_size": 5, "likelihood": "categorical", "deterministic": False,
-            "memory_budget": None, "max_products": None, "smallest": 0,
-        }  # fmt: skip
-        assert expected.items() <= found["options"].items()
-        fit.save(tmp_path / "fit")
-        loaded = deltabars.load(tmp_path / "fit", CASE.model)
-        copies = (
-            loaded,
-            copy.deepcopy(fit),
-            pickle.loads(pickle.dumps(fit)),
-            fit.with_l2({"*": 0.1, "*.bias": 0.2}),
-        )
-        assert all(each.diagnostics["manifest"] == found for each in copies)
-
-    def test_it_differs_where_something_does(self):
-        plain = fitted(CASE.data).diagnostics["manifest"]
-        assert plain == fitted(CASE.data).diagnostics["manifest"]
-        other = CASE.inputs.clone()
-        other[3, 1] += 1e-9
-        loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
-        changed = {
-            "data": fitted((other, CASE.targets)),
-            "options": fitted(CASE.data, rank="auto", likelihood=loss),
-            "dtype": fitted(CASE.data, dtype=torch.float32),
-        }
-        for name, fit in changed.items():
-            assert fit.diagnostics["manifest"][name] != plain[name]
-        options = changed["options"].diagnostics["manifest"]["options"]
-        assert (options["rank"], options["likelihood"]["label_smoothing"]) == ("auto", 0.1)
+def test_the_manifest_differs_where_something_does():
+    plain = fitted(CASE.data).diagnostics["manifest"]
+    other = CASE.inputs.clone()
+    other[3, 1] += 1e-9
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    changed = {
+        "data": fitted((other, CASE.targets)),
+        "options": fitted(CASE.data, rank="auto", likelihood=loss),
+        "dtype": fitted(CASE.data, dtype=torch.float32),
+    }
+    for name, fit in changed.items():
+        assert fit.diagnostics["manifest"][name] != plain[name]
+    options = changed["options"].diagnostics["manifest"]["options"]
+    assert (options["rank"], options["likelihood"]["label_smoothing"]) == ("auto", 0.1)

@@ -1,4 +1,4 @@
-"""Eigenvectors that are not one tensor, against dense float64; and what rounding them can do."""
+"""Inner products of long rows, and eigenvectors that are not one tensor, against float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import deltabars
 from deltabars.runtime import vectors
-from deltabars.runtime.vectors import Part, PartedVectors
+from deltabars.runtime.vectors import Part, PartedVectors, add_inner, inner
 from tests.conftest import cached_case
 
 CPU = torch.device("cpu")
@@ -29,62 +29,68 @@ def parted(rows, *ends, dtype=None):
     return PartedVectors(parts, len(rows), dtype or rows.dtype, CPU)
 
 
-class TestParts:
-    @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16])
-    def test_columns_are_those_of_the_whole(self, stored):
-        rows = rows_of(3, 40).to(stored)
-        held = parted(rows, 1, 7, 30, dtype=torch.float64)
-        expected = rows.double()
-        for indices in (slice(0, 40), slice(6, 8), slice(1, 7), slice(29, 31), slice(5, 5)):
-            found = held.columns(indices)
-            assert found.dtype == torch.float64
-            assert torch.equal(found, expected[:, indices])
-        assert torch.equal(held.columns(slice(None)), expected)
-        assert torch.equal(held.whole(), expected)
-        assert torch.equal(held.first(2).whole(), expected[:2])
-        assert held.first(2).shape == (2, 40)
-        assert held.stored == stored
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 1536, 5000, 200_000])
+@pytest.mark.parametrize("shape", [(), (3, 2)], ids=["rows", "batches"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_are_those_of_float64(size, shape, dtype):
+    """Whole stretches, the rest of one, or both; each number counts once."""
+    generator = torch.Generator().manual_seed(size)
+    a = torch.randn(*shape, 3, size, generator=generator, dtype=dtype)
+    for b in (torch.randn(*shape, 4, size, dtype=dtype), torch.randn(4, size, dtype=dtype)):
+        exact = a.double() @ b.double().mT
+        found = inner(a, b)
+        assert found.dtype == torch.float64
+        # Float32 units of rounding of the norms' product, √size·√size; a lost number is O(1).
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-7 * size + 1e-6)
+        ones = inner(torch.ones_like(a), torch.ones_like(b))
+        assert torch.equal(ones, torch.full_like(exact, size))
+        total = torch.full_like(exact, 1e6)
+        assert add_inner(total, a, b) is total
+        torch.testing.assert_close(total - 1e6, found, rtol=0, atol=1e-8)
 
-    def test_columns_are_not_views_of_what_is_stored(self):
-        held = parted(rows_of(2, 10))
-        held.columns(slice(0, 10)).zero_()
-        assert bool(held.columns(slice(0, 10)).all())
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-    def test_products(self, dtype):
-        a, b = rows_of(3, 1700, 1, dtype), rows_of(4, 1700, 2, dtype)
-        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-        exact = a.double() @ b.double().T
-        for left, right in (
-            (a, parted(b, 600)),
-            (parted(a, 3, 1000), b),
-            (parted(a, 9), parted(b, 513)),
-        ):
-            found = vectors.products(left, right)
-            assert found.dtype == torch.float64
-            torch.testing.assert_close(found, exact, rtol=0, atol=tolerance * 1700)
-        there = parted(b, 512, 1024)
-        torch.testing.assert_close(vectors.projected(a, there), a @ b.T, rtol=0, atol=1e-3)
-        weights = rows_of(2, 4, 3, dtype)
-        torch.testing.assert_close(vectors.combined(weights, there), weights @ b)
+@pytest.mark.parametrize("rows", [2, 2100])
+def test_rows_with_gaps_between_them(rows):
+    """Columns of wider rows; so many that stretches are taken one at a time, too."""
+    wide = rows_of(rows + 4, 1400, dtype=torch.float32)
+    a, b = wide[:rows, 100:1200], wide[4:, 100:1200]
+    exact = a.double() @ b.double().T
+    torch.testing.assert_close(inner(a, b), exact, rtol=0, atol=5e-4)  # of up to 1,200
 
-    def test_blocks_cover_everything_once(self):
-        for size in (1, 511, 512, 513, 100_000):
-            seen = list(vectors.ranges(3, 3 + size, 8 << 12, CPU))
-            assert seen[0].start == 3
-            assert seen[-1].stop == 3 + size
-            assert all(a.stop == b.start for a, b in pairwise(seen))
 
-    def test_of_more_than_one_block(self):
-        rows = rows_of(40, 150_000)  # 48 MB; a block has 32
-        held = parted(rows, 70_000)
-        torch.testing.assert_close(vectors.products(held, held), rows @ rows.T)
-        weights = rows_of(2, 40, 3)
-        torch.testing.assert_close(vectors.combined(weights, held), weights @ rows)
+@pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
+def test_columns_of_parts_are_those_of_the_whole(stored):
+    rows = rows_of(3, 40).to(stored)
+    held = parted(rows, 1, 7, 30, dtype=torch.float64)
+    for indices in (slice(6, 8), slice(1, 7), slice(29, 31), slice(5, 5), slice(None)):
+        found = held.columns(indices)
+        assert found.dtype == torch.float64
+        assert torch.equal(found, rows.double()[:, indices])
+    held.columns(slice(0, 10)).zero_()  # not a view of what is stored
+    assert torch.equal(held.whole(), rows.double())
+    assert torch.equal(held.first(2).whole(), rows[:2].double())
+    assert (held.first(2).shape, held.stored) == ((2, 40), stored)
+    assert torch.equal(pickle.loads(pickle.dumps(held)).whole(), held.whole())
 
-    def test_pickles(self):
-        held = parted(rows_of(2, 9), 4)
-        assert torch.equal(pickle.loads(pickle.dumps(held)).whole(), held.whole())
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_products_of_parts(dtype):
+    a, b = rows_of(3, 1700, 1, dtype), rows_of(4, 1700, 2, dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    pairs = (a, parted(b, 600)), (parted(a, 3, 1000), b), (parted(a, 9), parted(b, 513))
+    for left, right in pairs:
+        found, exact = vectors.products(left, right), a.double() @ b.double().T
+        torch.testing.assert_close(found, exact, rtol=0, atol=tolerance * 1700)
+    there, weights = parted(b, 512, 1024), rows_of(2, 4, 3, dtype)
+    torch.testing.assert_close(vectors.projected(a, there), a @ b.T, rtol=0, atol=1e-3)
+    torch.testing.assert_close(vectors.combined(weights, there), weights @ b)
+
+
+def test_parts_of_more_than_one_block():
+    rows, weights = rows_of(40, 150_000), rows_of(2, 40, 3)  # 48 MB; a block has 32
+    held = parted(rows, 70_000)
+    torch.testing.assert_close(vectors.products(held, held), rows @ rows.T)
+    torch.testing.assert_close(vectors.combined(weights, held), weights @ rows)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

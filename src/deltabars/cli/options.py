@@ -1,83 +1,181 @@
-"""What a command says while it works: a line a step, on stderr."""
+"""Every command with its options, in tables, and options from a file.
+
+Nothing heavy is imported here, so that `--help` and wrong usage are answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import json
-import re
-import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-
-from deltabars.cli.sources.data import NamedData
-from deltabars.cli.sources.models import NamedModel
 from deltabars.errors import BadValueError, first_line, printable, shortened
-from deltabars.runtime.memory import read_bytes
-from deltabars.storage.reading import parse_json, read_start
+from deltabars.runtime import VERSION
+
+ESTIMATORS = ("opg", "hessian", "sandwich", "ggn")
+LOSSES = ("ce", "bce", "mse")
+CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
+STORED = ("float64", "float32", "bfloat16", "float16")
+EXPERIMENTS = ("mnist", "cifar10")
+_OF_FILES = ("FILE", "FILE.html", "DIR", "RUN", "OUT", "FIGURE", "DATA", "MODEL")
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # as shtab has them
+
+Row = tuple[str, dict[str, Any]]
 
 
-def sayer(quiet: bool) -> Callable[[str], None]:
-    """A function that prints a line, or that does nothing."""
-    return _ignore if quiet else _say
+def _row(name: str, text: str, metavar: str | None = None, **more: Any) -> Row:
+    return name, {"help": text} | ({"metavar": metavar} if metavar else {}) | more
 
 
-def _say(line: str) -> None:
-    print(printable(f"… {line}"), file=sys.stderr, flush=True)
+def _flag(name: str, text: str, default: bool | None = False) -> Row:
+    return name, {"help": text, "action": "store_true", "default": default}
 
 
-def _ignore(line: str) -> None:
-    """Say nothing."""
+def _read_as(read: Callable[[str], Any], expected: str, word: str = "") -> Callable[[str], Any]:
+    """Return what reads a value, or a word that stands for one, and says what was expected."""
+
+    def read_or_refuse(text: str) -> Any:
+        try:
+            return text if word and text == word else read(text)
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from error
+
+    return read_or_refuse
 
 
-class Code(str):
-    """Text that is code already."""
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
 
 
-def program(*lines: str) -> str:
-    """Lines of a program, without the empty ones."""
-    return "\n".join(line for line in lines if line)
+def _bytes(text: str) -> int:
+    from deltabars.runtime.memory import read_bytes  # imports torch
+
+    return read_bytes(text, "bytes")
 
 
-def call(function: str, *arguments: Any, **named: Any) -> Code:
-    """A call; arguments that are None are left out."""
-    parts = [literal(value) for value in arguments if value is not None]
-    parts += [f"{name}={literal(value)}" for name, value in named.items() if value is not None]
-    line = f"{function}({', '.join(parts)})"
-    if len(line) <= 88 or len(parts) < 2:
-        return Code(line)
-    inside = "".join(f"    {part},\n" for part in parts)
-    return Code(f"{function}(\n{inside})")
+_JSON = _read_as(_json_object, "a JSON object")
+_MEMORY = _read_as(_bytes, "bytes, such as 8GB or 500MiB")
 
 
-def made(value: Any) -> Code:
-    """A dataclass as code, with the attributes that are not the usual ones."""
-    given: dict[str, Any] = {}
-    for field in fields(value):
-        usual = field.default
-        if field.default_factory is not MISSING:
-            usual = field.default_factory()
-        found = getattr(value, field.name)
-        if found != usual:
-            given[field.name] = dict(found) if isinstance(usual, dict) else found
-    first = next(iter(given))
-    return call(type(value).__name__, given.pop(first), **given)
+@dataclass(frozen=True)
+class Command:
+    """A command: its texts, and its options by the title of their group (`""` has none)."""
+
+    brief: str
+    text: str
+    examples: str
+    options: Mapping[str, tuple[Row, ...]]
+    shared: bool = False  # torchrun may start it in several processes
 
 
-def literal(value: Any) -> str:
-    """A value as Python writes it."""
-    if isinstance(value, Code):
-        return str(value)
-    return repr(str(value)) if isinstance(value, Path) else repr(value)
+def _model(default: str = "") -> tuple[Row, ...]:
+    text = f"module:factory or file.py:factory{default}"
+    untrained = _flag("--untrained", "no weights: fit those of the initialisation")
+    return (
+        _row("--model", text, "MODEL", required=not default),
+        _row("--weights", f".safetensors, or a state dict in .pt or .pth{default}", "FILE"),
+        *([] if default else [untrained]),
+        _row("--model-args", "keyword arguments of the factory", "JSON", type=_JSON),
+    )
 
 
-DEVICE_HELP = "where to compute (default: cuda where there is one, else cpu)"
-DATA_HELP = """\
+def _data(default: str = "", *, required: bool = True) -> tuple[Row, ...]:
+    channels = {"type": float, "nargs": "+"}
+    size = "height and width to resize to, or both in one"
+    return (
+        _row("--data", f"a folder, .npz or factory{default}", "DATA", required=required),
+        _row("--data-args", "keyword arguments of the factory", "JSON", type=_JSON),
+        _row("--target", "of a table: the column with the targets", "COLUMN"),
+        _row("--part", "of MNIST and CIFAR-10 (default: train)", choices=("train", "test")),
+        _row("--size", size, "N", type=int, nargs="+"),
+        _flag("--crop", "with --size: cut the middle out, do not squeeze"),
+        _flag("--gray", "one channel"),
+        _row("--mean", "of the channels, to subtract", "X", **channels),
+        _row("--std", "of the channels, to divide by", "X", **channels),
+    )
+
+
+_DEVICE = _row("--device", "where to compute (default: cuda where there is one, else cpu)")
+_BATCH = _row("--batch-size", "examples worked on at a time", "N", type=int)
+_QUIET = _flag("--quiet", "no progress")
+_OUTPUT = (_flag("--json", "print one JSON object instead of text"), _QUIET)
+_WAIT = "under torchrun: seconds to wait for another process (default: %(default)s)"
+_LAUNCH = _row("--rank-timeout", _WAIT, "S", type=float, default=600.0)
+_PYTHON = _flag("--print-python", "print the Python this stands for, and end")
+_RUN = (
+    _row("fitted", "what `deltabars fit --out` made", "RUN", type=Path),
+    _DEVICE,
+    _flag("--offload", "leave the eigenvectors in the files (default: where they are large)", None),
+    *_OUTPUT,
+)
+_KEPT_MODEL = {"the model": _model(" (default: as it was fitted)")}
+_PREPARED = "the data (pictures are prepared as for the fit, unless options say otherwise)"
+_LATEST = {_PREPARED: _data(" (default: what was predicted last)", required=False)}
+_CLASSES = "top5 or the like, or numbers (default: all; top5 of more than 100)"
+_ASKED = {
+    "the prediction": (
+        _row("--estimator", "default: the fit's own", choices=ESTIMATORS),
+        _row("--rank", "use the first eigenpairs only (default: all)", "K", type=int),
+        _flag("--low-rank", "the K pairs alone, without the rest of the space"),
+        _row("--classes", _CLASSES, "CLASS", nargs="+"),
+        _BATCH,
+    )
+}
+_RANK = _read_as(int, "a whole number or auto", "auto")
+_NOISE = _read_as(float, "a number or estimate", "estimate")
+_LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
+_SOLVERS = ("auto", "krylov", "dense", "arpack", "incremental")
+_FIT = (
+    _row("--l2", "the training's weight_decay; or PATTERN=λ …", "λ", nargs="+", required=True),
+    _row("--estimator", f"default: {ESTIMATORS[0]}", choices=ESTIMATORS),
+    _row("--rank", "how many eigenpairs, or auto (default: 100)", "K", type=_RANK),
+    _row("--tolerance", "of --rank auto: score_error / score (default: 0.05)", "X", type=float),
+    _row("--solver", "default: auto", choices=_SOLVERS),
+    _row("--params", "that count; or last-layer (default: all)", "PATTERN", nargs="+"),
+    _row("--loss", "CrossEntropyLoss (the default), BCEWithLogitsLoss or MSELoss", choices=LOSSES),
+    _row("--likelihood", "in place of --loss: summed over the outputs", choices=_LIKELIHOODS),
+    _row("--label-smoothing", "of ce", "X", type=float),
+    _row("--class-weights", "of ce, one a class", "X", type=float, nargs="+"),
+    _row("--pos-weight", "of bce, one, or one an output", "X", type=float, nargs="+"),
+    _row("--noise", "of mse: the targets' standard deviation, or estimate", "σ", type=_NOISE),
+    _flag("--allow-probabilities", "take outputs that look like probabilities for logits", None),
+    _row("--seed", "of the start vectors (default: 0)", "N", type=int),
+    _DEVICE,
+    _row("--dtype", "how precisely (default: as the model)", choices=("float32", "float64")),
+    _row("--memory-budget", "such as 8GB (default: half of what is free)", "BYTES", type=_MEMORY),
+    _BATCH,
+    _row("--residual-tolerance", "of the eigenpairs", "X", type=float),
+    _row("--max-products", "passes over the data a matrix at most", "N", type=int),
+    _row("--max-seconds", "stop after so long with the pairs that there are", "S", type=float),
+    _row("--smallest", "eigenvalues of the Hessian's lower end as well", "N", type=int),
+    _row("--checkpoint", "save the state there; the same command resumes it", "DIR", type=Path),
+)
+_FIT_FILES = (
+    _row("--store", "what the eigenvectors are stored in (default: as computed)", choices=STORED),
+    _row("--max-file-size", "several files above that (default: 5GB)", "BYTES", type=_MEMORY),
+    _row("--out", "a new folder", "RUN", type=Path, required=True),
+    _flag("--overwrite", "replace a RUN that is there"),
+)
+COUNTS = {
+    "train-images": "the first so many training images",
+    "test-images": "likewise of the test images",
+    "rank": "K, the number of eigenpairs",
+    "steps": "training steps",
+    "initialisations": "networks in the spread of the spectra, the main one included",
+    "hessians": "of how many of them the spectrum of H is computed",
+    "hessian-rank": "how many eigenvalues of it, of all but the main network (default: K)",
+    "bootstrap": "bootstrap replicates, with fixed and as many with varying initial weights",
+    "samples": "networks drawn by the sampler",
+}
+_SOURCES = """
 MODEL is package.module:factory or path/to/file.py:factory: a Module, or a class or function that
 makes one. Naming it runs that code. Weights are read without running any. A factory that loads its
 weights itself is marked with @deltabars.trained.
@@ -91,269 +189,250 @@ DATA is one of
 Pictures are RGB (--gray: one channel), pixels from 0 to 1, channels first.
 """
 
+COMMANDS = {
+    "demo": Command(
+        "train on handwritten digits and put error bars on the predictions",
+        """\
+Train a small network on scikit-learn's handwritten digits, fit the four estimators, print what they
+say, and draw the most and least certain digits. Takes about half a minute on two cores.
+""",
+        "deltabars demo --out digits.png --report digits.html",
+        {"": (
+            _row("--out", "where the picture goes (default: %(default)s)", "FILE", type=Path,
+                 default=Path("deltabars-demo.png")),
+            _row("--report", "where a page about the digits goes", "FILE.html", type=Path),
+            _QUIET,
+        )},
+    ),
+    "fit": Command(
+        "fit error bars to a trained network",
+        """\
+Compute the eigenpairs that put error bars on a trained network's predictions, from the network and
+its training data, and keep them in a new folder RUN for the other commands.
+""" + _SOURCES,
+        """\
+deltabars fit --model net.py:Net --weights net.safetensors --data train/ --l2 0.01 --out run
+  deltabars fit --config fit.toml --out run      # fit.toml: model = "net.py:Net", l2 = 0.01, …
+  torchrun --nproc-per-node=8 -m deltabars fit --config fit.toml --out run       # on eight GPUs
+""",
+        {"the model": _model(), "the data": _data(), "the fit": _FIT, "how it is kept": _FIT_FILES,
+         "": (*_OUTPUT, _LAUNCH, _PYTHON)},
+        shared=True,
+    ),
+    "predict": Command(
+        "predictions with error bars, as a table",
+        """\
+Put error bars on the predictions of other data with a fit. Writes one row an input: its name, label
+and score, and mean, std and std_error of every class. The predictions are kept in RUN/predictions,
+for `deltabars rank` and `deltabars report`.
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """--model, --weights, --model-args."""
-    note = "" if required else " (default: as it was fitted)"
-    add = parser.add_argument_group("the model").add_argument
-    add(
-        "--model",
-        required=required,
-        metavar="MODEL",
-        help=f"module:factory or file.py:factory{note}",
+With a FOLDER as --out the rows go to Parquet files of a block of inputs each, and nothing is held
+in memory. After a kill the same command writes the blocks that are missing, also under torchrun.
+FOLDER/_manifest.json is there when all of them are.
+""" + _SOURCES,
+        """\
+deltabars predict run --data test/ --out test.csv
+  torchrun --nproc-per-node=8 -m deltabars predict run --data data.py:millions --out scores/
+""",
+        {"": (
+            *_RUN,
+            _row("--out", ".csv, .jsonl or .parquet; or FOLDER/, for any number of inputs", "FILE"),
+            _flag("--overwrite", "replace a FILE that is there"),
+            _row("--block-size", "inputs a file in FOLDER (default: up to 10,000)", "N", type=int),
+            _LAUNCH, _PYTHON,
+        ), **_KEPT_MODEL, _PREPARED: _data(" to predict"), **_ASKED},
+        shared=True,
+    ),
+    "rank": Command(
+        "the inputs to look at first",
+        """\
+List the inputs to look at first: those with the highest score, whose probabilities are least
+settled. Without --data the last predictions of the RUN, or else its training data. --by target
+lists those whose own label is least probable; --wrong --most-certain, those that the network
+contradicts with certainty.
+""" + _SOURCES,
+        """\
+deltabars rank run                               # of what was predicted last
+  deltabars rank run --data train/ --by target     # training pictures that may be mislabelled
+  deltabars rank run --by mutual_information       # unlike the training data
+""",
+        {"": (*_RUN, _row("--out", ".csv, .jsonl or .parquet", "FILE", type=Path)),
+         **_KEPT_MODEL, **_LATEST, **_ASKED, "the list": (
+            _row("--count", "how many (default: %(default)s)", "N", type=int, default=20),
+            _row("--by", "the order (default: score)", choices=CRITERIA, default="score"),
+            _flag("--most-certain", "the other end of the order"),
+            _flag("--per-class", "so many of each predicted class"),
+            _flag("--wrong", "those alone whose predicted class is not the target"),
+        )},
+    ),
+    "spectrum": Command(
+        "the eigenvalues of a fit",
+        """\
+Show K, how far the last eigenvalue λ_K is above λ, how many parameters the data determine, and the
+eigenvalues with their residuals.
+""",
+        "deltabars spectrum run --out spectrum.png --values eigenvalues.csv",
+        {"": (
+            *_RUN,
+            _row("--out", "a figure: .png, .pdf or .svg", "FIGURE", type=Path),
+            _row("--values", "all eigenvalues: .csv, .jsonl or .parquet", "FILE", type=Path),
+        ), **_KEPT_MODEL},
+    ),
+    "report": Command(
+        "a page to look through the predictions",
+        """\
+Write one page that opens in a browser, from disk and without a network. Without --data it is about
+the last predictions of the RUN, or else about its training data.
+""" + _SOURCES,
+        "deltabars report run --data train/ --out training.html --title 'Which pictures are odd?'",
+        {"": (
+            *_RUN,
+            _row("--out", "the page: .html", "FILE", type=Path, required=True),
+            _row("--rows", "inputs in the page (default: 1000)", "N", type=int, default=1000),
+            _row("--title", "of the page"),
+        ), **_KEPT_MODEL, **_LATEST, **_ASKED},
+    ),
+    "reproduce": Command(
+        "the paper's networks, table and figures",
+        """\
+Train the paper's network, put error bars on all training and test images, and write results.json
+and every figure of the paper. Each stage is kept in OUT/stages: a run that was stopped is resumed.
+The paper's size is for a GPU; --small takes about two minutes on two cores. DIR holds the files as
+they are downloaded: MNIST's four idx files, or the binary version of CIFAR-10.
+""",
+        """\
+deltabars reproduce mnist --data mnist/ --small
+  deltabars reproduce cifar10 --data cifar-10-batches-bin/ --bootstrap 16
+""",
+        {"": (
+            _row("experiment", "which of the paper's two", choices=EXPERIMENTS),
+            _row("--data", "the downloaded files", "DIR", type=Path, required=True),
+            _row("--out", "default: reproduction-EXPERIMENT[-small]", "OUT", type=Path),
+            _flag("--small", "a taste: 600 images, 20 eigenpairs, few networks"),
+            _row("--weights", "trained weights, .npz, instead of training", "FILE", type=Path),
+            _row("--seed", "of everything that is drawn (default: 0)", type=int, default=0),
+            *(_row(f"--{name}", text, "N", type=int) for name, text in COUNTS.items()),
+            _DEVICE,
+            _flag("--any-order", "do not insist on the same bits in every run"),
+            _flag("--fresh", "throw kept stages away first"),
+            _QUIET,
+        )},
+    ),
+    "completion": Command(
+        "a script with which a shell completes commands and options",
+        "Print a script (shtab's) that completes the commands of deltabars and their options.",
+        'eval "$(deltabars completion bash)"              # in ~/.bashrc',
+        {"": (_row("shell", "which shell", choices=tuple(_FILES)),)},
+    ),
+}  # fmt: skip
+_COMMON = (
+    _row("--config", "options from a TOML file; those given here win", "FILE"),
+    _flag("--debug", "the traceback of an error as well"),
+)
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of its commands by name."""
+    parser = _Parser(
+        prog="deltabars",
+        description="Error bars for the predictions of trained PyTorch networks.",
+        epilog="`deltabars COMMAND --help` has examples.",
     )
-    add("--weights", metavar="FILE", help=f".safetensors, or a state dict in .pt or .pth{note}")
-    if required:
-        add("--untrained", action="store_true", help="no weights: fit those of the initialisation")
-    add("--model-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
+    parser.add_argument("--version", action="version", version=VERSION)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.brief,
+            description=command.text,
+            epilog=f"examples:\n  {command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # a shortened --config would not be seen
+        )
+        for title, rows in command.options.items():
+            group = own.add_argument_group(title) if title else own
+            for option, settings in rows:
+                action = group.add_argument(option, **settings)
+                if action.metavar in _OF_FILES:
+                    action.complete = _FILES  # type: ignore[attr-defined]
+        for option, settings in _COMMON:
+            own.add_argument(option, **settings)
+    return parser, commands.choices
 
 
-def add_data(parser: argparse.ArgumentParser, *, required: bool, default: str = "") -> None:
-    """--data and how pictures are prepared."""
-    group = parser.add_argument_group(
-        "the data", None if default == "" else "How pictures are prepared is kept from the fit."
-    )
-    add = group.add_argument
-    add("--data", required=required, metavar="DATA", help=f"a folder, .npz or factory{default}")
-    add("--data-args", type=json_object, metavar="JSON", help="keyword arguments of the factory")
-    add("--target", metavar="COLUMN", help="of a table: the column with the targets")
-    add("--part", choices=("train", "test"), help="of MNIST and CIFAR-10 (default: train)")
-    add(
-        "--size",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="height and width to resize to, or both in one",
-    )
-    add("--crop", action="store_true", help="with --size: cut the middle out, do not squeeze")
-    add("--gray", action="store_true", help="one channel")
-    add("--mean", type=float, nargs="+", metavar="X", help="of the channels, to subtract")
-    add("--std", type=float, nargs="+", metavar="X", help="of the channels, to divide by")
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line, which names the command that lists the options."""
+
+    def error(self, message: str) -> NoReturn:
+        said = printable(" ".join(message.removeprefix("argument ").split()).rstrip("."))
+        self.exit(2, f"deltabars: {said} (usage: {self.prog} --help)\n")
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN and what a loaded fit needs."""
-    parser.add_argument("fitted", type=Path, metavar="RUN", help="what `deltabars fit --out` made")
-    add_model(parser, required=False)
-    parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        default=None,
-        help="leave the eigenvectors in the files (default: where they are too large for memory)",
-    )
-
-
-def add_asked(parser: argparse.ArgumentParser) -> None:
-    """What is asked of a prediction."""
-    add = parser.add_argument_group("the prediction").add_argument
-    add("--estimator", choices=("hessian", "opg", "sandwich", "ggn"), help="default: the fit's own")
-    add("--rank", type=int, metavar="K", help="use the first eigenpairs only (default: all)")
-    add("--low-rank", action="store_true", help="the K pairs alone, without the rest of the space")
-    add(
-        "--classes",
-        nargs="+",
-        metavar="CLASS",
-        help="top5 or the like, or class numbers (default: all, or top5 of more than 100)",
-    )
-    add("--batch-size", type=int, metavar="N", help="inputs worked on at a time")
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """--json and --quiet."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def named_model(options: argparse.Namespace, kept: NamedModel | None = None) -> NamedModel:
-    """The model that was named, or the one that was kept, with what was given instead."""
-    spec = options.model if kept is None else options.model or kept.spec
-    weights = options.weights if kept is None else options.weights or kept.weights
-    arguments = options.model_args
-    if arguments is None:
-        arguments = {} if kept is None else kept.arguments
-    untrained = options.untrained if kept is None else kept.untrained and not options.weights
-    return NamedModel(spec, weights, arguments, untrained)
-
-
-def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> NamedData:
-    """The data that were named; pictures are prepared as `kept` says, unless options say else."""
-    size = options.size
-    if size is not None and len(size) > 2:
-        raise BadValueError(f"--size: expected one or two whole numbers, got {len(size)}.")
-    given: dict[str, Any] = {
-        "size": None if size is None else (size[0], size[-1]),
-        "crop": options.crop,
-        "gray": options.gray,
-        "mean": None if options.mean is None else tuple(options.mean),
-        "std": None if options.std is None else tuple(options.std),
-        "target": options.target,
-    }
-    spec, part, arguments = options.data, options.part, options.data_args
-    if kept is not None and spec is None:
-        spec, part, arguments = kept.spec, part or kept.part, arguments or kept.arguments
-    found = NamedData(spec, part, arguments=arguments or {}, **given)
-    return found if kept is None else found.prepared_as(kept)
-
-
-def is_data_named(options: argparse.Namespace) -> bool:
-    """Whether any option says which data are meant."""
-    names = ("data", "data_args", "target", "part", "size", "crop", "gray", "mean", "std")
-    return any(getattr(options, name) for name in names)
-
-
-def asked_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `predict` that were given."""
-    found: dict[str, Any] = {}
-    if options.estimator is not None:
-        found["estimator"] = options.estimator
-    if options.rank is not None:
-        found["rank"] = options.rank
-    if options.low_rank:
-        found["full_rank"] = False
-    if options.classes is not None:
-        found["classes"] = _classes(options.classes)
-    return found
-
-
-def _classes(given: list[str]) -> str | list[int]:
-    if len(given) == 1 and not given[0].isdecimal():
-        return given[0]
-    try:
-        return [int(text) for text in given]
-    except ValueError as error:
-        raise BadValueError(
-            f"--classes: expected top5 or the like, or class numbers, got {' '.join(given)}."
-        ) from error
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Keyword arguments in JSON."""
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}") from error
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
-    return found
-
-
-def memory(text: str) -> int:
-    """A number of bytes: 8000000000, 8GB, 500MiB."""
-    try:
-        return read_bytes(text, "bytes")
-    except BadValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"expected bytes, such as 8GB or 500MiB, got {text!r}"
-        ) from error
-
-
-def compute_device(asked: str | None) -> torch.device:
-    """The device that was asked for; without one, cuda where there is one, else the CPU."""
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(0, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("another kind of device.")
-    except (RuntimeError, AssertionError) as error:
-        known = re.fullmatch(r"cpu|cuda(:\d+)?", asked) is not None
-        why = f": {first_line(error)}" if known else " (mps has no float64, which is needed)."
-        raise BadValueError(
-            f"--device: expected cpu, cuda or cuda:N, got {asked!r}"
-            + (why if known or asked.startswith("mps") else ".")
-        ) from error
-    return device
-
-
-_FLAG = "--config"
-_MOST = 1 << 20  # bytes
+_MOST = 1 << 20  # bytes of a file
 
 
 def with_config(
     arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
 ) -> list[str]:
-    """The arguments with those of the config file before them, which they then replace.
+    """Return the arguments after those of the config file, which they replace.
 
-    Keys of the file are names of options, with or without the dashes between words. A table
-    named as a command has options of that command alone, so that one file serves several.
-
-    Raises:
-        BadValueError: the file cannot be read, or has a key that is no option of the command.
+    Keys of the file are names of options. A table named as a command has options of that one alone.
     """
     given = list(arguments)
-    path = _find(given)
-    if path is None or not given or given[0] not in commands:
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config", type=Path)
+    try:
+        path = finder.parse_known_args(given)[0].config
+    except argparse.ArgumentError:  # no value: the command's parser says so
+        path = None
+    if path is None or given[0] not in commands:
         return given
-    known = _known(commands[given[0]])
+    known = {
+        name[2:]: action
+        for action in commands[given[0]]._actions
+        for name in action.option_strings
+        if name.startswith("--") and name not in ("--config", "--help")
+    }
     words: list[str] = []
-    for key, value in _options(path, given[0], list(commands)).items():
+    for key, value in _read(path, given[0], list(commands)).items():
         name = key.replace("_", "-")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)
-            other = next((other for other in commands if name in _known(commands[other])), None)
-            hint = (
-                f", which is one of `deltabars {other}`: put it below [{other}]."
-                if other
-                else f". The nearest one is {near[0]!r}."
-            )
             raise BadValueError(
                 f"--config: expected options of `deltabars {given[0]}` in {path}, got "
-                f"{shortened(repr(key))}{hint}"
+                f"{shortened(repr(key))}. The nearest one is "
+                f"{difflib.get_close_matches(name, known, 1, 0.0)[0]!r}; options of another "
+                "command go below its name, such as [rank]."
             )
         words += _words(name, value, known[name], path)
-    return [given[0], *words, *given[1:]]
+    # The option between them ends lists of values, before a RUN that may come next.
+    return [given[0], *words, f"--config={path}", *given[1:]]
 
 
-def _known(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The options of a command that a file can give."""
-    return {
-        name[2:]: action
-        for action in command._actions
-        for name in action.option_strings
-        if name.startswith("--") and name not in (_FLAG, "--help")
-    }
-
-
-def _find(arguments: list[str]) -> Path | None:
-    found = None
-    for place, word in enumerate(arguments):
-        if word == "--":
-            break
-        if word == _FLAG and place + 1 < len(arguments):
-            found = Path(arguments[place + 1])
-        elif word.startswith(f"{_FLAG}="):
-            found = Path(word.partition("=")[2])
-    return found
-
-
-def _options(path: Path, command: str, commands: list[str]) -> dict[str, Any]:
+def _read(path: Path, command: str, commands: list[str]) -> dict[str, Any]:
     try:
-        content = tomllib.loads(read_start(path, _MOST).decode("utf-8"))
-    except OSError as error:
-        raise BadValueError(
-            f"--config: expected a file that can be read, got {path}: {error.strerror}."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise BadValueError(f"--config: expected TOML, got {path}: {first_line(error)}.") from error
+        with path.open("rb") as file:
+            raw = file.read(_MOST + 1)
+        if len(raw) > _MOST:
+            raise ValueError(f"it has more than {_MOST:,} bytes")
+        content = tomllib.loads(raw.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise BadValueError(f"--config: expected TOML, got {path}: {why}.") from error
     tables = {name: content.pop(name) for name in commands if isinstance(content.get(name), dict)}
     return {**content, **tables.get(command, {})}
 
 
 def _words(name: str, value: Any, action: argparse.Action, path: Path) -> list[str]:
-    """An option as it would be on the command line."""
-    flag = f"--{name}"
-    if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise BadValueError(f"--config: expected {name} = true or false in {path}.")
-        return [flag] if value else []
-    if isinstance(value, Mapping):
-        if action.nargs is None:
-            return [f"{flag}={json.dumps(value)}"]
-        return [flag, *(f"{pattern}={number}" for pattern, number in value.items())]
+    """Return an option as it would be on the command line."""
+    if isinstance(value, bool) != (action.nargs == 0):
+        expected = f"{name} = true or false" if action.nargs == 0 else f"a value for {name}"
+        raise BadValueError(f"--config: expected {expected} in {path}, got {shortened(value)}.")
     if isinstance(value, bool):
-        raise BadValueError(f"--config: expected a value for {name} in {path}, got {value}.")
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [flag, str(value)] if action.nargs else [f"{flag}={value}"]
+        return [f"--{name}"] if value else []
+    if isinstance(value, Mapping) and action.nargs is None:
+        value = json.dumps(value, default=str)
+    elif isinstance(value, Mapping):
+        value = [f"{pattern}={number}" for pattern, number in value.items()]
+    if isinstance(value, list) or action.nargs:
+        return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return [f"--{name}={value}"]

@@ -1,7 +1,7 @@
-"""Predictions as they are kept in files, with the names and targets of their inputs.
+"""RUN folders: a fit, how its model and data are named, and predictions that were made with it.
 
-Whoever can write such a file decides what it says, so nothing that it says is imported or called.
-What data a prediction is of is a matter of the command line and of run.json.
+Whoever can write a file of predictions decides what it says, so nothing that it says is imported or
+called: what data a prediction is of is a matter of the command line and of run.json.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,16 @@ from deltabars.errors import (
     DataWarning,
     StorageError,
     first_line,
-    shortened,
+    warn,
 )
-from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.loading import load
-from deltabars.fitting.saving import MAX_FILE_SIZE
-from deltabars.prediction.prediction import Judgement, Prediction
+from deltabars.fitting.files import MAX_FILE_SIZE
+from deltabars.fitting.fitted import DeltaFit, load
+from deltabars.prediction.prediction import Evidence, Judgement, Prediction
 from deltabars.runtime.distributed import current_group
 from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
+from deltabars.storage.format import INDEX
 from deltabars.storage.reading import parse_json, read_arrays, read_start
-from deltabars.storage.shards import INDEX
 from deltabars.storage.writing import (
     check_parent,
     read_settled,
@@ -50,24 +47,17 @@ from deltabars.storage.writing import (
     write_whole_folder,
 )
 
-_TUPLES = ("size", "mean", "std")
-_ONE_AN_INPUT = ("score", "entropy", "mutual_information", "saturated", "impossible")
-_MARKS = ("saturated", "impossible")
-_OPTIONAL = ("covariance", "label")
+_FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
+_FORMAT = 1
+_MOST = 16 << 20  # bytes of a description
 _UNKNOWN = NamedData("data that are not named")
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A prediction with the names and targets of its inputs, as it is kept in a RUN.
+    """A prediction of data as they are named, with the names and targets of its inputs.
 
-    Attributes:
-        prediction: of all inputs, on the CPU.
-        names: of the inputs.
-        targets: where they are known.
-        data: how the data are named, by the command line or by run.json; a file says it as well,
-            for people who read it.
-        about: what the prediction was asked for, and the data's fingerprint.
+    `about` has `asked`, the arguments of `predict`, the data's `fingerprint`, and of which `fit`.
     """
 
     prediction: Prediction
@@ -77,22 +67,19 @@ class Kept:
     about: Mapping[str, Any]
 
     def arrays(self) -> dict[str, Any]:
-        """All of it as arrays by name, which `read_kept` reads again."""
-        found: dict[str, Any] = {
-            f"prediction.{name}": value for name, value in self.prediction.numpy().items()
-        }
+        """Return all of it as arrays by name, which `read_kept` reads again."""
+        found: dict[str, Any] = {f"prediction.{k}": v for k, v in self.prediction.numpy().items()}
         found["names"] = np.array(self.names)
         if self.targets is not None:
             found["targets"] = self.targets.cpu().numpy()
         if self.prediction.judgement is not None:
             found["judgement"] = np.array(json.dumps(asdict(self.prediction.judgement)))
         about = {**self.about, "data": asdict(self.data.absolute())}
-        found["about"] = np.array(json.dumps(about))
-        return found
+        return found | {"about": np.array(json.dumps(about))}
 
 
 def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
-    """The prediction that a file holds, of these data.
+    """Read the prediction that a file holds, of these data.
 
     Raises:
         DataError, CorruptFileError: the file is broken, or holds something else.
@@ -100,78 +87,44 @@ def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
     arrays = read_arrays(path, "Kept predictions (remove the file to compute them again)")
     try:
         about = parse_json(str(arrays["about"]))
-        about.pop("data", None)  # a text to read: see above
+        about.pop("data", None)
         values: dict[str, Any] = {
-            field.name: torch.from_numpy(arrays[f"prediction.{field.name}"])
-            for field in fields(Prediction)
-            if f"prediction.{field.name}" in arrays
+            each.name: torch.from_numpy(arrays[f"prediction.{each.name}"])
+            for each in fields(Prediction)
+            if f"prediction.{each.name}" in arrays
         }
-        judged = None
-        if "judgement" in arrays:  # older files have none
-            judged = Judgement.read(parse_json(str(arrays["judgement"])))
-        prediction = Prediction(**{**dict.fromkeys(_OPTIONAL), **values}, judgement=judged)
         targets = torch.from_numpy(arrays["targets"]) if "targets" in arrays else None
         names = tuple(str(name) for name in arrays["names"])
-        _check(values, names, targets)
+        count, width = values["mean"].shape  # B, C
+        shapes = [(count,), (count, width), (count, width, width)]
+        odd = [name for name, value in values.items() if value.shape not in shapes]
+        many = {len(names), count if targets is None else len(targets), len(values["score"])}
+        if odd or many != {count} or not values["mean"].is_floating_point():
+            raise ValueError(f"{odd or 'inputs'} of another shape")
+        if "judgement" in arrays:  # older files have none
+            raw = parse_json(str(arrays["judgement"]))
+            own = {each.name for each in fields(Evidence)}  # version 0.5 has others, too
+            raw["evidence"] = {k: v for k, v in dict(raw["evidence"]).items() if k in own}
+            values["judgement"] = Judgement.read(raw)
+        prediction = Prediction(**{"covariance": None, "label": None, **values})
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFileError(f"{path} is altered: remove it ({first_line(error)}).") from error
     return Kept(prediction, names, targets, data, about)
 
 
-def _check(values: Mapping[str, Tensor], names: tuple[str, ...], targets: Tensor | None) -> None:
-    """Refuse fields whose shapes do not go together."""
-    count, width = values["mean"].shape  # B, C
-    expected = {"covariance": (count, width, width)}
-    for name, value in values.items():
-        one = name.startswith(_ONE_AN_INPUT)
-        shape = expected.get(name, (count,) if one else (count, width))
-        whole = name in ("label", "classes")
-        # A label is one of all classes, or a row of yes and no.
-        fits = value.shape == shape or (name == "label" and value.shape == (count,))
-        kind = value.dtype == torch.bool if name in _MARKS else whole != value.is_floating_point()
-        if not fits or not kind or value.is_complex():
-            raise ValueError(f"{name} of shape {tuple(value.shape)}")
-    if len(names) != count or (targets is not None and len(targets) != count):
-        raise ValueError(f"{len(names)} names of {count} inputs")
-
-
-def named_data(raw: Mapping[str, Any]) -> NamedData:
-    """Named data as they come from JSON, which has no tuples."""
-    values = dict(raw)
-    for name in _TUPLES:
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
-    return NamedData(**values)
-
-
-_FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
-_ASIDE = "aside"  # the names of predictions that commands made to look at
-_FORMAT = 1
-_MOST = 16 << 20  # bytes of a description
-
-
 @dataclass(frozen=True)
 class Run:
-    """A RUN folder.
-
-    Attributes:
-        path: the folder.
-        model: how the model is named.
-        data: how the training data are named.
-        classes: their names, where they are known.
-        about: the rest of run.json.
-        predicted: how the data of each kept prediction are named, by the name of its file, the
-            last one last. It is here and not in the files because naming data may run code.
-        fit_digest: of the fit's file, when the folder was opened; None where that cannot be read.
-    """
+    """A RUN folder: how its model and its training data are named, and the rest of run.json."""
 
     path: Path
     model: NamedModel
     data: NamedData
-    classes: tuple[str, ...] | None
+    classes: tuple[str, ...] | None  # their names, where they are known
     about: Mapping[str, Any]
-    predicted: dict[str, NamedData] = field(default_factory=dict)
-    fit_digest: str | None = None
+    # How the data of each kept prediction are named, by the name of its file. It is in run.json
+    # and not in the files because naming data may run code.
+    predicted: Mapping[str, NamedData] = field(default_factory=dict)
+    fit_digest: str | None = None  # of the fit's file, when the folder was opened
 
     @classmethod
     def create(
@@ -188,37 +141,26 @@ class Run:
         dtype: torch.dtype | str | None = None,
         max_file_size: int | str = MAX_FILE_SIZE,
     ) -> Run:
-        """Write a RUN folder, whole or not at all; the fit as `DeltaFit.save` is told to.
+        """Write a RUN folder, whole or not at all; in a process group all processes do it together.
 
-        `loss` is that of the training as it was given, by the names of `named_loss`'s arguments;
-        `columns` are those of the training table, which other tables then have to have.
-        In a process group all ranks call it together.
-
-        Raises:
-            BadValueError: there are not as many names of classes as the fit has outputs.
-            StorageError: it cannot be written, or exists and is not to be overwritten.
+        Args:
+            loss: of the training as it was given, by the names of `named_loss`'s arguments.
+            columns: of the training table, which other tables then have to have.
+            overwrite: replace a RUN that is there.
+            dtype, max_file_size: as for `DeltaFit.save`.
         """
         _check_names(classes, fit.num_outputs)
-        folder = Path(path).absolute()
-        about = {
+        folder, group = Path(path).absolute(), current_group()
+        content = {
             "format": _FORMAT,
             "manifest": fit.diagnostics.get("manifest"),
             "outputs": fit.num_outputs,
             **({} if loss is None else {"loss": dict(loss)}),
             **({} if columns is None else {"columns": list(columns)}),
-        }
-        content = {
-            **about,
-            "model": {
-                name: value
-                for name, value in asdict(model.absolute()).items()
-                if value or name != "untrained"  # which 0.5 did not have
-            },
+            "model": asdict(model.absolute()),
             "data": asdict(data.absolute()),
             "classes": classes,
         }
-
-        group = current_group()
 
         def write(draft: Path) -> None:
             if group.is_first:
@@ -226,18 +168,14 @@ class Run:
             if group.is_first or group_of(fit.spectra).size > 1:
                 fit.save(draft / _FIT, dtype=dtype, max_file_size=max_file_size)
             if group.is_first:
-                (draft / _DESCRIPTION).write_text(json.dumps(content, indent=1) + "\n")
+                write_text(draft / _DESCRIPTION, json.dumps(content, indent=1))
 
         write_whole_folder(folder, write, group, replace=overwrite)
         return cls.open(folder)
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """The RUN in a folder.
-
-        Raises:
-            StorageError, CorruptFileError: there is none, or its description is altered.
-        """
+        """Read the description of a RUN; refuse a folder that is none, or that is altered."""
         folder = Path(path)
         return read_settled(folder, lambda: cls._open(folder))
 
@@ -249,22 +187,17 @@ class Run:
                 f"{'has no ' + _DESCRIPTION if os.path.isdir(folder) else 'does not exist'}."
             )
         try:
-            content = parse_json(read_start(folder / _DESCRIPTION, _MOST))
-            model, data = NamedModel(**content.pop("model")), named_data(content.pop("data"))
-            kept = content.pop(_PREDICTIONS, {})
-            predicted = {name: named_data(raw) for name, raw in kept.items()}
-            classes = content.pop("classes")
-            names = None if classes is None else tuple(classes)
-            digest = _fit_digest(folder)
-            found = cls(folder, model, data, names, content, predicted, digest)
+            content = _read_description(folder)
             newer = content["format"] > _FORMAT
-            outputs = content["outputs"]
-            if not isinstance(outputs, int) or outputs < 1:
-                raise TypeError("outputs")
-            if classes is not None and not _are_names(classes):
-                raise TypeError("classes")
-            if not _are_names(content.get(_ASIDE, [])):
-                raise TypeError(_ASIDE)
+            model, data = NamedModel(**content.pop("model")), _named(content.pop("data"))
+            predicted = {k: _named(raw) for k, raw in content.pop(_PREDICTIONS, {}).items()}
+            classes, outputs = content.pop("classes"), content["outputs"]
+            aside = content.get("aside", [])
+            is_text = all(isinstance(name, str) for name in [*(classes or []), *aside])
+            if not isinstance(outputs, int) or outputs < 1 or not is_text:
+                raise TypeError("outputs, or names that are no texts")
+            names = None if classes is None else tuple(classes)
+            found = cls(folder, model, data, names, content, predicted, _fit_digest(folder))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 f"{folder / _DESCRIPTION} is altered: it cannot be read "
@@ -282,19 +215,12 @@ class Run:
     def load_fit(
         self, *, device: str | None = None, offload: bool | None = None, progress: bool = True
     ) -> DeltaFit:
-        """The fit, with the model that it was made of. The user's own code makes the model."""
-        model = self.model.load()
-        try:
-            return load(self.path / _FIT, model, device=device, offload=offload, progress=progress)
-        finally:
-            self._check_same_fit()
+        """Load the fit, with the model that it was made of. The user's own code makes the model."""
+        path, model = self.path / _FIT, self.model.load()
+        return load(path, model, device=device, offload=offload, progress=progress)
 
     def load_data(self, data: NamedData | str | None = None) -> Source:
-        """Data for the fit: the training data by default; pictures are prepared as these were.
-
-        Raises:
-            BadValueError: other classes or columns than those of the training data.
-        """
+        """Load data with the classes and columns of the training data, or these themselves."""
         if isinstance(data, str):
             data = NamedData(data).prepared_as(self.data)
         source = (self.data if data is None else data).load(self.about.get("columns"))
@@ -303,107 +229,62 @@ class Run:
             return source
         return source.with_classes(self.classes)
 
-    def keep(self, kept: Kept, *, aside: bool = False) -> Path:
-        """Keep a prediction; one of the same data and options takes the place of the former.
+    def path_of(self, data: NamedData, about: Mapping[str, Any]) -> Path:
+        """Return where a prediction of these data, asked for in this way, is kept."""
+        name = re.sub(r"[^\w.-]+", "-", Path(data.spec).name).strip("-.")[:60] or "data"
+        asked = [asdict(data.absolute()), {**about, "fit": self.fit_digest}]
+        key = fingerprint_of(json.dumps(asked, sort_keys=True))[:12]
+        return self.path / _PREDICTIONS / f"{name}-{key}.npz"
 
-        What is kept `aside` is found again, and is not the latest.
+    def keep(self, kept: Kept, *, is_latest: bool = True) -> Path:
+        """Keep a prediction, in the place of a former one of the same data and options.
+
+        `is_latest`: commands without data are about it from now on.
         """
-        kept = replace(kept, about=self._about(kept.about))
-        folder = self.path / _PREDICTIONS
-        path = folder / f"{_name(kept.data)}-{_key(kept.data, kept.about)}.npz"
+        kept = replace(kept, about={**kept.about, "fit": self.fit_digest})
+        path = self.path_of(kept.data, kept.about)
+        folder = path.parent
         try:
             # Of several commands that keep predictions, or replace the RUN, at the same time.
             with turn(self.path):
-                self._check_same_fit()
+                if _fit_digest(self.path) != self.fit_digest:
+                    raise StorageError(
+                        f"RUN: expected {self.path} as it was, got another fit in it, by `fit "
+                        "--overwrite` in the meantime. Start the command again."
+                    )
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():
                     raise StorageError(
-                        f"Cannot write {folder}: expected a folder in the RUN, got a link to "
-                        "another."
+                        f"Cannot write {folder}: expected a folder, got a link to another."
                     )
                 remove_left(folder)
                 write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
-                content = parse_json(read_start(self.path / _DESCRIPTION, _MOST))
-                named, others = content.setdefault(_PREDICTIONS, {}), content.get(_ASIDE, [])
-                if not aside or path.name not in named:
-                    named.pop(path.name, None)
-                    named[path.name] = asdict(kept.data.absolute())
-                    here = [path.name] if aside else []
-                    content[_ASIDE] = [name for name in others if name != path.name] + here
+                content = _read_description(self.path)
+                latest = _latest_of(content, list(content.get(_PREDICTIONS, {})))
+                content.setdefault(_PREDICTIONS, {})[path.name] = asdict(kept.data.absolute())
+                content["latest"] = path.name if is_latest else latest
                 write_text(self.path / _DESCRIPTION, json.dumps(content, indent=1))
         except OSError as error:
             raise StorageError(f"Cannot write {folder}: {error.strerror or error}.") from error
         return path
 
-    def _about(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """What a prediction was asked for, and of which fit."""
-        return {**about, "fit": self.fit_digest}
-
-    def _check_same_fit(self) -> None:
-        """Refuse a RUN that another command has replaced since it was opened."""
-        if _fit_digest(self.path) != self.fit_digest:
-            raise StorageError(
-                f"RUN: expected {self.path} to stay as it was, got another fit in it: `fit "
-                "--overwrite` has replaced it in the meantime. Start the command again."
-            )
-
     def find(self, data: NamedData, about: Mapping[str, Any]) -> Kept | None:
-        """The kept prediction of these data, asked for in the same way; None if there is none."""
-        if about.get("fingerprint") is None:
-            return None
-        asked = self._about(about)
-        path = self.path / _PREDICTIONS / f"{_name(data)}-{_key(data, asked)}.npz"
-        kept = read_kept(path, data) if path.is_file() else None
-        return None if kept is None or kept.about.get("fit") != self.fit_digest else kept
-
-    def when(self, kept: Kept) -> datetime | None:
-        """When a prediction was kept; None where it is not there."""
-        key = _key(kept.data, self._about(kept.about))
-        path = self.path / _PREDICTIONS / f"{_name(kept.data)}-{key}.npz"
-        return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
+        """Return the kept prediction of these data, asked for in the same way, if there is one."""
+        path = self.path_of(data, about)
+        return self._read(path, data) if about.get("fingerprint") is not None else None
 
     def latest(self) -> Kept | None:
-        """The prediction that was kept last, and not aside; None if there is none.
+        """Return the last prediction of `deltabars predict`, if there is one."""
+        now = Run.open(self.path)
+        name = _latest_of(now.about, list(now.predicted))
+        data = now.predicted.get(name or "")
+        return None if data is None else self._read(self.path / _PREDICTIONS / str(name), data)
 
-        Files that run.json does not name are left out with a warning: nobody knows of which data
-        they are, but for what they say themselves.
-        """
-        folder, now = self.path / _PREDICTIONS, Run.open(self.path)
-        known, beside = now.predicted, set(now.about.get(_ASIDE, ()))
-        files = {path.name for path in folder.glob("*.npz") if not path.name.startswith("draft-")}
-        if strange := sorted(files - set(known)):
-            _warn_left_out(folder, strange, files, f"{_DESCRIPTION} does not name them")
-        foreign = []
-        try:
-            for name in [name for name in reversed(known) if name in files - beside]:
-                kept = read_kept(folder / name, known[name])
-                if kept.about.get("fit") == self.fit_digest:
-                    return kept
-                foreign.append(name)
-            return None
-        finally:
-            if foreign:
-                reason = "they are of another fit, or of an older version"
-                _warn_left_out(folder, foreign, files, reason)
-
-
-def _warn_left_out(folder: Path, names: Sequence[str], files: set[str], reason: str) -> None:
-    warnings.warn(
-        f"RUN: {len(names)} of {len(files)} files in {folder} are left out, such as "
-        f"{shortened(names[0])}: {reason}. Predict their data again, or remove them.",
-        DataWarning,
-        stacklevel=3,
-    )
-
-
-def _fit_digest(folder: Path) -> str | None:
-    """The digest of a RUN's fit, by its header or index; None where that cannot be read."""
-    path = folder / _FIT
-    try:
-        if path.is_dir():
-            return str(parse_json(read_start(path / INDEX, _MOST))["digest"])
-        return str(storage.read_header(path)["digest"])
-    except (StorageError, OSError, ValueError, KeyError, TypeError):
+    def _read(self, path: Path, data: NamedData) -> Kept | None:
+        kept = read_kept(path, data) if path.is_file() else None
+        if kept is None or kept.about.get("fit") == self.fit_digest:
+            return kept
+        warn(f"RUN: {path} is left out: it is of another fit. Predict again.", DataWarning)
         return None
 
 
@@ -419,23 +300,37 @@ def check_new(folder: Path, overwrite: bool) -> None:
     check_parent(folder, "--out")
 
 
+def _read_description(folder: Path) -> dict[str, Any]:
+    return dict(parse_json(read_start(folder / _DESCRIPTION, _MOST)))
+
+
+def _latest_of(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the name of the last prediction; version 0.5 named those that were not it."""
+    if "latest" in content:
+        return content["latest"] if isinstance(content["latest"], str) else None
+    return next((name for name in reversed(names) if name not in content.get("aside", ())), None)
+
+
+def _named(raw: Mapping[str, Any]) -> NamedData:
+    """Return named data from JSON, which has no tuples."""
+    plain: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    return NamedData(**plain)
+
+
+def _fit_digest(folder: Path) -> str | None:
+    """Return the digest of a RUN's fit, by its header or index; None where it cannot be read."""
+    path = folder / _FIT
+    try:
+        if path.is_dir():
+            return str(parse_json(read_start(path / INDEX, _MOST))["digest"])
+        return str(storage.read_header(path)["digest"])
+    except (StorageError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _check_names(classes: Sequence[str] | None, outputs: int) -> None:
     if classes is not None and len(classes) != outputs:
         raise BadValueError(
             f"--data: expected a class name for each of the {outputs} outputs, got {len(classes)} "
             "names. Give as many, or none."
         )
-
-
-def _are_names(classes: Any) -> bool:
-    return isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-
-
-def _name(data: NamedData) -> str:
-    plain = re.sub(r"[^\w.-]+", "-", Path(data.spec).name).strip("-.")
-    return plain[:60] or "data"
-
-
-def _key(data: NamedData, about: Mapping[str, Any]) -> str:
-    named = json.dumps([asdict(data.absolute()), dict(about)], sort_keys=True)
-    return fingerprint_of(named)[:12]

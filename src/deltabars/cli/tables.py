@@ -35,12 +35,6 @@ def columns_of(
     Columns of a class end in its name, or its number; where names would give two columns one name
     (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
     classes were asked for, they end in the index among these, and `class_0`, … say which they are.
-
-    Args:
-        prediction: B inputs.
-        names: of the inputs, (B,).
-        targets: (B,) or (B, C), where they are known.
-        classes: names of all outputs, which stand in place of numbers.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}

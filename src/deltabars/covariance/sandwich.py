@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import Covariance, LowRankPlusIdentity, Spread
-from deltabars.covariance.tail import Ball, Tail
+from deltabars.covariance.base import Ball, Covariance, LowRankPlusIdentity, Spread, Tail
 from deltabars.runtime.vectors import Basis, first
 
 

@@ -2,8 +2,8 @@
 
 `hessian.py`, `opg.py` and `ggn.py` hold a matrix each; `base.py` what they share. `pullback.py`
 turns cotangents of the outputs into rows of derivatives, through the layers where it can
-(`recorder.py`, `layers.py`) and example by example where it cannot (`singles.py`). `sensitivity.py`
-reduces the derivatives of predictions to their projections on eigenvectors.
+(`layers.py`) and example by example where it cannot. `sensitivity.py` reduces the derivatives of
+predictions to their projections on eigenvectors.
 
 Eigensolvers are in `eigen`, the cost itself is in `problem`.
 """

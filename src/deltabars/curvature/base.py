@@ -1,19 +1,18 @@
-"""The columns of rows of derivatives that are kept: those of the parameters that are reached."""
+"""What curvature matrices share: products with vectors; the rows of OPG and GGN."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from deltabars.curvature.layers import kept_parts
-from deltabars.curvature.pullback import Pullback
-from deltabars.errors import BadValueError, MissingDependencyError, ModelError
-from deltabars.problem.batches import Batch
+from deltabars.curvature.pullback import Pullback, kept_parts
+from deltabars.errors import BadValueError, ModelError, library
+from deltabars.problem.data import Batch
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, chunk_within, share
@@ -46,83 +45,17 @@ class CurvatureOperator(ABC):
 
     @property
     def reached(self) -> Tensor | None:
-        """The places (P',) of the parameters that the examples reach; None for all of them.
+        """The indices (P',) of the parameters that the examples reach; None for all of them.
 
         In the rows and columns of the others the matrix is λI.
         """
         return self.spaces.indices
 
     def matmat(self, vectors: Tensor) -> Tensor:
-        """Products of the matrix with each row of `vectors`: (b, P) -> (b, P).
+        """Multiply the matrix with each row of `vectors`: (b, P) -> (b, P).
 
         Cost: one pass over the data.
         """
-        self._check_vectors(vectors)
-        space = self.spaces.whole
-        return space.group.gather_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
-
-    def whole_matmat(self, vectors: Tensor) -> Tensor:
-        """The same of rows of which each rank has its own columns in ℝᴾ: (b, p) -> (b, p)."""
-        spaces = self.spaces
-        mean = self._mean(spaces.select(vectors))
-        return spaces.expand(mean).add_(vectors, alpha=self.problem.l2)
-
-    def reached_matmat(self, vectors: Tensor) -> Tensor:
-        """The same among the parameters that are reached: (b, p') -> (b, p')."""
-        return self._mean(vectors).add_(vectors, alpha=self.problem.l2)
-
-    def _mean(self, vectors: Tensor) -> Tensor:
-        """The data part of it, (1/N)·Σₙ Aₙ v. Two messages where there are other ranks."""
-        space = self.spaces.reached
-        whole = space.group.gather_columns(vectors, space.columns)
-        with self.problem.network.evaluation(), model_errors():
-            total = self._data_sum(whole)
-        own = space.group.reduce_columns(total, space.columns)
-        return own.div_(self.problem.num_examples)
-
-    def _pick(self, whole: Tensor) -> Tensor:
-        """The columns of (b, P) that are reached: (b, P')."""
-        return whole if self.reached is None else whole.index_select(1, self.reached)
-
-    def _put_back(self, part: Tensor) -> Tensor:
-        """Columns (b, P') in their places among zeros: (b, P)."""
-        if self.reached is None:
-            return part
-        whole = part.new_zeros(part.shape[0], self.shape[1])
-        return whole.index_copy_(1, self.reached, part)
-
-    def to_dense(self) -> Tensor:
-        """The matrix itself, (P, P). Cost: P products."""
-        size = self.shape[0]
-        eye = torch.eye(size, device=self.device, dtype=self.dtype)
-        return torch.cat([self.matmat(block) for block in eye.split(_ROWS_AT_ONCE)])
-
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` of the matrix (SciPy's vectors are columns)."""
-        try:
-            from scipy.sparse.linalg import LinearOperator
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_scipy() needs SciPy: pip install 'deltabars[scipy]'."
-            ) from error
-
-        def matmat(columns: Any) -> Any:
-            rows = torch.tensor(columns.T.copy(), device=self.device, dtype=self.dtype)
-            return self.matmat(rows).T.cpu().numpy()
-
-        def matvec(column: Any) -> Any:
-            return matmat(column.reshape(-1, 1)).reshape(-1)
-
-        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return LinearOperator(
-            shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
-        )
-
-    @abstractmethod
-    def _data_sum(self, vectors: Tensor) -> Tensor:
-        """Σₙ Aₙ v for each row v of `vectors` (b, P') over the examples that are here."""
-
-    def _check_vectors(self, vectors: Tensor) -> None:
         if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
             raise BadValueError(
                 f"Vectors: expected shape (b, {self.shape[0]}), one vector a row, got "
@@ -133,27 +66,94 @@ class CurvatureOperator(ABC):
                 f"Vectors: expected {self.dtype} on {self.device}, got {vectors.dtype} on "
                 f"{vectors.device}."
             )
+        space = self.spaces.whole
+        return space.group.gather_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
+
+    def whole_matmat(self, vectors: Tensor) -> Tensor:
+        """Multiply rows of which each process has its own columns in ℝᴾ: (b, p) -> (b, p)."""
+        spaces = self.spaces
+        mean = self._mean(spaces.select(vectors))
+        return spaces.expand(mean).add_(vectors, alpha=self.problem.l2)
+
+    def reached_matmat(self, vectors: Tensor) -> Tensor:
+        """Multiply such rows among the parameters that are reached: (b, p') -> (b, p')."""
+        return self._mean(vectors).add_(vectors, alpha=self.problem.l2)
+
+    def _mean(self, vectors: Tensor) -> Tensor:
+        """Multiply with the data part, (1/N)·Σₙ Aₙ. Cost: two collectives."""
+        space = self.spaces.reached
+        whole = space.group.gather_columns(vectors, space.columns)
+        with self.problem.network.evaluation(), model_errors():
+            total = self._data_sum(whole)
+        own = space.group.reduce_columns(total, space.columns)
+        return own.div_(self.problem.num_examples)
+
+    @abstractmethod
+    def _data_sum(self, vectors: Tensor) -> Tensor:
+        """Compute Σₙ Aₙ v for each row v of `vectors` (b, P') over the examples of this process."""
+
+    def _pick(self, whole: Tensor) -> Tensor:
+        """Select the reached columns of (b, P): (b, P')."""
+        return whole if self.reached is None else whole.index_select(1, self.reached)
+
+    def _put_back(self, part: Tensor) -> Tensor:
+        """Put reached columns (b, P') among zeros: (b, P)."""
+        if self.reached is None:
+            return part
+        whole = part.new_zeros(part.shape[0], self.shape[1])
+        return whole.index_copy_(1, self.reached, part)
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix itself, (P, P). Cost: P products."""
+        eye = torch.eye(self.shape[0], device=self.device, dtype=self.dtype)
+        return torch.cat([self.matmat(block) for block in eye.split(_ROWS_AT_ONCE)])
+
+    def to_scipy(self) -> Any:
+        """Return a `scipy.sparse.linalg.LinearOperator` (SciPy's vectors are columns)."""
+        linear_operator = library("scipy.sparse.linalg", "scipy").LinearOperator
+
+        def matmat(columns: Any) -> Any:
+            rows = torch.tensor(columns.T.copy(), device=self.device, dtype=self.dtype)
+            return self.matmat(rows).T.cpu().numpy()
+
+        def matvec(column: Any) -> Any:
+            return matmat(column.reshape(-1, 1)).reshape(-1)
+
+        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        return linear_operator(
+            shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
+        )
 
 
 class RowOperator(CurvatureOperator):
-    """A matrix (1/N)·RᵀR + λI of rows R that come from the examples one by one.
+    """A matrix (1/N)·RᵀR + λI of rows Bₙᵀ Jₙ, with Jₙ = ∂z/∂ω of the outputs for example n.
 
-    The rows are kept where they fit the memory budget, and otherwise computed again on each pass;
+    The rows R are kept where they fit the memory budget, and otherwise computed again on each pass;
     without the columns of parameters that are not reached, which are zero.
+
+    Attributes:
+        factor: the method of the likelihood that gives Bₙᵀ, from outputs and targets.
     """
+
+    factor: ClassVar[str]
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.pullback = Pullback(problem.network)
         self._parts = kept_parts(problem.parameters, problem.reached)
-        row = self._bytes_per_row + problem.num_parameters * self.dtype.itemsize
-        per_example = self._rows_per_example * (row + 2 * problem.activation_bytes)
+        row = (problem.num_reached + problem.num_parameters) * self.dtype.itemsize
+        per_example = self.rows_per_example * (row + 2 * problem.activation_bytes)
         most = problem.chunk_size.value
         fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
         self._chunk_size = problem.chunk_size.at_most(fitting)
         self._kept: Tensor | None = None
-        self._is_refused = False  # where it was tried, and does not fit
+        self._is_kept = self.keeps_rows  # until it was tried, and does not fit
         self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
+
+    @property
+    @abstractmethod
+    def rows_per_example(self) -> int:
+        """How many rows of R one example gives."""
 
     @property
     def row_scale(self) -> float:
@@ -168,11 +168,11 @@ class RowOperator(CurvatureOperator):
     @property
     def num_rows(self) -> int:
         """How many rows R has."""
-        return self.problem.num_examples * self._rows_per_example
+        return self.problem.num_examples * self.rows_per_example
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether R fits the part of the memory budget that it may take, on every rank."""
+        """Whether R fits the part of the memory budget that it may take, on every process."""
         row = max(self.spaces.reached.columns.widths) * self.dtype.itemsize
         return self.num_rows * row <= share(self.problem.memory_budget, KEPT)
 
@@ -182,21 +182,19 @@ class RowOperator(CurvatureOperator):
         return 0 if self._kept is None else self._kept.nbytes
 
     def data_trace(self) -> float:
-        """The trace of (1/N)·RᵀR: what all its eigenvalues sum up to. Cost: one pass over R."""
-        kept = self._kept_rows()
-        blocks = self._computed_blocks() if kept is None else self._split(kept)
+        """Compute the trace of (1/N)·RᵀR, the sum of its eigenvalues. Cost: one pass over R."""
+        blocks = self._blocks(self._kept_rows())
         total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
         return math.fsum(self.problem.group.gather_objects(float(total))) * self.row_scale
 
     def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
-        """The matrix itself in float64, (P, P). Cost: N·P² operations in float64.
+        """Return the matrix itself in float64, (P, P). Cost: N·P² operations in float64.
 
-        Args:
-            on_share: called with the share of the rows that are in it.
+        `on_share` is called with the share of the rows that are in it.
         """
         whole = torch.eye(self.shape[0], device=self.device, dtype=torch.float64)
         total = torch.zeros_like(whole)
-        done, here = 0, self.problem.data.num_here * self._rows_per_example
+        done, here = 0, self.problem.data.num_here * self.rows_per_example
         with self.problem.network.same_bits(), full_precision(self.device):
             for block in self.row_blocks():
                 rows = block.double()
@@ -207,70 +205,81 @@ class RowOperator(CurvatureOperator):
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 
     def row_blocks(self) -> Iterator[Tensor]:
-        """The rows of R that are of examples here, in blocks (n, P), in the order of the data.
+        """Yield the rows of the examples of this process, in blocks (n, P), in their order.
 
         Raises:
             ModelError: per-example derivatives cannot be had, or are not finite.
         """
-        for block in self.reached_row_blocks():
-            yield self._put_back(block)
+        yield from map(self._put_back, self.reached_row_blocks())
 
     def reached_row_blocks(self) -> Iterator[Tensor]:
-        """The same in blocks (n, P'), without the columns that are zero."""
-        kept = self._kept_rows() if self.problem.group.size == 1 else None
-        yield from self._computed_blocks() if kept is None else self._split(kept)
+        """Yield the same in blocks (n, P'), without the columns that are zero."""
+        yield from self._blocks(self._kept_rows() if self.problem.group.size == 1 else None)
 
-    def _split(self, kept: Tensor) -> Iterable[Tensor]:
-        return kept.split(self._chunk_size.value * self._rows_per_example)
+    def _blocks(self, kept: Tensor | None) -> Iterator[Tensor]:
+        """Yield rows that are kept, or else those of this process, computed again."""
+        if kept is None:
+            yield from self._computed_blocks()
+        else:
+            yield from kept.split(self._chunk_size.value * self.rows_per_example)
 
     def _kept_rows(self) -> Tensor | None:
-        """All rows of R, of which each rank has its own columns, (rows, p'); None if not kept."""
-        if self._kept is None and not self._is_refused:
-            self._kept = self._all_rows() if self.keeps_rows else None
-            self._is_refused = self._kept is None
+        """Return all of R, each process its own columns (rows, p'); None if it is not kept."""
+        if self._kept is None and self._is_kept:
+            self._kept = self._all_rows()
+            self._is_kept = self._kept is not None
         return self._kept
 
     def _all_rows(self) -> Tensor | None:
-        """R, or None where there is no memory for it after all."""
-        space = self.spaces.reached
+        """Compute R; None where there is no memory for it after all."""
+        space, done = self.spaces.reached, 0
         size = (self.num_rows, space.width)
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
         if not all(space.group.gather_objects(kept is not None)) or kept is None:
             return None
-        if space.group.size == 1:
-            for _ in self._computed_blocks(kept):
-                pass
-            return kept
-        done = 0
-        for block in space.exchange(self._computed_blocks(), self.device, self.dtype):
-            kept[done : done + len(block)] = block
+        alone = space.group.size == 1  # then rows are written where they are kept
+        blocks = self._computed_blocks(kept if alone else None)
+        for block in space.exchange(blocks, self.device, self.dtype):
+            if not alone:
+                kept[done : done + len(block)] = block
             done += len(block)
         return kept
 
     def _mean(self, vectors: Tensor) -> Tensor:
-        """Of rows that are kept by one message, of b numbers for each of them."""
+        """Multiply with the data part; with rows that are kept by one collective, (b, rows)."""
         kept = self._kept_rows()
         if kept is None:
             return super()._mean(vectors)
         with full_precision(self.device):
-            there = self.problem.group.all_reduce_(vectors @ kept.T)  # (b, rows)
+            there = self.problem.group.all_reduce_(vectors @ kept.T)
             return (there @ kept).div_(self.problem.num_examples)
 
+    def _data_sum(self, vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors)
+        for block in self._computed_blocks():
+            total.addmm_(vectors @ block.T, block)
+        return total
+
     def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
-        """R in blocks (n, P'), written to `whole` where that is given."""
-        done = 0
+        """Yield R in blocks (n, P'), written to `whole` where that is given."""
+        done, each = 0, self.rows_per_example
+        derive = getattr(self.problem.likelihood, self.factor)
 
         def compute(batch: Batch) -> Tensor:
-            count = len(batch) * self._rows_per_example
-            out = None if whole is None else whole[done : done + count]
-            place = done // self._rows_per_example, len(batch)
+            key, out = (done, len(batch)), None
+
+            def factors(outputs: Tensor) -> Tensor:  # (B, C) -> (B, R, C)
+                found = derive(outputs.double(), batch.targets).to(outputs.dtype)
+                return cast(Tensor, found.reshape(len(batch), each, -1))
+
+            if whole is not None:
+                out = whole[done : done + len(batch) * each].view(len(batch), each, -1)
             with self.problem.network.evaluation(), model_errors():
-                shape = (len(batch), self._rows_per_example, -1)
-                rows = self._rows(
-                    batch, None if out is None else out.view(shape), place in self._checked
+                rows = self.pullback.rows(
+                    batch.inputs, factors, out, self._parts, again=key in self._checked
                 )
             if self.problem.data.in_memory:  # or else the next pass may have another order
-                self._checked.add(place)
+                self._checked.add(key)
             return rows.flatten(0, 1)
 
         for block in self._chunk_size.each(self.problem.chunks(self._chunk_size.value), compute):
@@ -281,25 +290,3 @@ class RowOperator(CurvatureOperator):
                 )
             done += len(block)
             yield block
-
-    def _data_sum(self, vectors: Tensor) -> Tensor:
-        total = torch.zeros_like(vectors)
-        for block in self._computed_blocks():
-            total.addmm_(vectors @ block.T, block)
-        return total
-
-    @property
-    def _bytes_per_row(self) -> int:
-        return self.problem.num_reached * self.dtype.itemsize
-
-    @property
-    @abstractmethod
-    def _rows_per_example(self) -> int:
-        """How many rows of R one example gives."""
-
-    @abstractmethod
-    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
-        """The rows (B, rows an example, P') of a batch, written to `out` where that is given.
-
-        `again` where the batch was there before.
-        """

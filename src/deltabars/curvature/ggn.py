@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from deltabars.curvature.base import RowOperator
-from deltabars.problem.batches import Batch
 
 
 class GGNOperator(RowOperator):
-    """GGN through the N·C×P matrix of rows Rₙᵀ Jₙ, with Rₙ Rₙᵀ = Sₙ = ∂²loss/∂z².
+    """GGN through the N·C×P matrix of rows Bₙᵀ Jₙ, with Bₙ Bₙᵀ = Sₙ = ∂²loss/∂z².
 
     Kept rows cost N·C·P numbers and two matrix products a pass; else C gradients more.
     """
 
+    factor = "curvature_root"
+
     @property
-    def _rows_per_example(self) -> int:
+    def rows_per_example(self) -> int:
+        """C."""
         return self.problem.num_outputs
-
-    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
-        targets = batch.targets
-        assert targets is not None
-
-        def roots(outputs: Tensor) -> Tensor:
-            root = self.problem.likelihood.curvature_root(outputs.double(), targets)
-            return root.to(outputs.dtype)
-
-        return self.pullback.rows(batch.inputs, roots, out, self._parts, again=again)

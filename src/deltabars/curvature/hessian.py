@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_map
 
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivatives, held_bytes
-from deltabars.curvature.singles import UNSUPPORTED
+from deltabars.curvature.pullback import UNSUPPORTED
 from deltabars.curvature.slicing import Sliced, Slices, slices_of
 from deltabars.errors import ModelError, ModelWarning, first_line, option, warn
 from deltabars.likelihoods.base import Likelihood
-from deltabars.problem.batches import Batch
-from deltabars.problem.inputs import Inputs, leaves, map_leaves
+from deltabars.problem.data import Batch, Inputs, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.memory import KEPT, attempt, ran_out, share

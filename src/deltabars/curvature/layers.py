@@ -1,26 +1,35 @@
-"""What a convolution sees: the patches of its input, one for each position of its output."""
+"""Rows of derivatives from the calls of a network's layers.
+
+A call with parameters, its inputs, and the gradients δ by its result give the derivatives by the
+parameters for each example, without another pass:
+
+    y = W a + b      ∂/∂W = Σ_t δ_t a_tᵀ    ∂/∂b = Σ_t δ_t      dense layers; convolutions' patches
+    y = w∘x + b      ∂/∂w = Σ δ∘x           ∂/∂b = Σ δ          norms, scales, class tokens
+    y_t = E[id_t]    ∂/∂E[k] = Σ_{t: id_t = k} δ_t              embeddings
+
+`Recorder` notes such calls during a forward pass; `pullback.py` computes δ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from deltabars.problem.parameters import ParameterSpace
+Pair = tuple[int, int]
 
 
-def patches(
-    images: Tensor,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Tensor:
-    """The patches (B, T, C·k·l) of images (B, C, H, W), in the order of a weight (O, C, k, l).
+def patches(images: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    """Cut images (B, C, H, W) into patches (B, T, C·k·l), in the order of a weight (O, C, k, l).
 
     On a GPU a strided view is copied, some fifty times as fast as by `F.unfold`, which goes from
     image to image; on a CPU that is what pays.
@@ -37,94 +46,58 @@ def patches(
     return windows.permute(0, 2, 3, 1, 4, 5).reshape(images.shape[0], count, columns)
 
 
-Pair = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Window:
-    """How a convolution moves over its input."""
-
-    kernel: Pair
-    stride: Pair
-    padding: Pair
-    dilation: Pair
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer on a batch.
-
-    Attributes:
-        weight, bias: the names of its parameters; None for those that are not asked for.
-        inputs: what went in, (B, …, I) or (B, I, H, W).
-        version: of the inputs at the time, to notice if they are changed in place later.
-        edge: where in the graph of derivatives its output is.
-        window: of a convolution.
-    """
-
-    weight: str | None
-    bias: str | None
-    inputs: Tensor
-    version: int
-    edge: GradientEdge
-    window: Window | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters of it that are asked for."""
-        return tuple(name for name in (self.weight, self.bias) if name)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether what went in has been altered since."""
-        return self.inputs._version != self.version
-
-    def factors(self, gradients: Tensor) -> Factors:
-        """The factors a and δ of this call, from the gradients (R, B, …) by its output."""
-        if self.window is None:
-            activations = self.inputs.reshape(self.inputs.shape[0], -1, self.inputs.shape[-1])
-            signals = gradients.flatten(2, -2).mT if gradients.ndim > 3 else gradients[..., None]
-        else:
-            window = self.window
-            activations = patches(
-                self.inputs, window.kernel, window.stride, window.padding, window.dilation
-            )
-            signals = gradients.flatten(3)
-        return Factors(self.weight, self.bias, activations, signals.transpose(0, 1))
-
-
 @dataclass(frozen=True)
 class Factors:
-    """What a layer's part of R rows of derivatives is made of, for each of B examples.
+    """R rows of derivatives by a layer's weight (O, I), for each of B examples, as factors.
 
     Attributes:
-        weight, bias: the names of the layer's parameters.
         activations: a, (B, T, I).
         signals: δ, (B, R, O, T).
     """
 
-    weight: str | None
-    bias: str | None
     activations: Tensor
     signals: Tensor
 
+    @classmethod
+    def of(cls, inputs: Tensor, window: Sequence[Any] | None, gradients: Tensor) -> Factors:
+        """Return the factors of a layer, from the gradients (R, B, …) by its result.
+
+        Its inputs are (B, …, I); for a convolution (B, I, H, W), with a window for `patches`.
+        """
+        if window is not None:
+            activations, signals = patches(inputs, *window), gradients.flatten(3)
+        else:
+            activations = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
+            signals = gradients.flatten(2, -2).mT if gradients.ndim > 3 else gradients[..., None]
+        return cls(activations, signals.transpose(0, 1))
+
+    @classmethod
+    def joined(cls, calls: Sequence[Factors]) -> Factors:
+        """Join the calls of one weight: the sum over calls is one over positions."""
+        if len(calls) == 1:
+            return calls[0]
+        return cls(
+            torch.cat([factors.activations for factors in calls], 1),
+            torch.cat([factors.signals for factors in calls], 3),
+        )
+
     def at(self, outputs: Tensor, inputs: Tensor) -> Factors:
-        """The factors of some outputs (O',) and inputs (I',) alone."""
+        """Return the factors of some outputs (O',) and inputs (I',)."""
         activations, signals = self.activations, self.signals
         if len(inputs) < activations.shape[2]:
             activations = activations.index_select(2, inputs)
         if len(outputs) < signals.shape[2]:
             signals = signals.index_select(2, outputs)
-        return replace(self, activations=activations, signals=signals)
+        return Factors(activations, signals)
 
     def not_zero(self) -> tuple[Tensor, Tensor]:
-        """The outputs (O',) and inputs (I',) that are not zero throughout."""
+        """Return the outputs (O',) and inputs (I',) that are not zero throughout."""
         outputs = self.signals.transpose(0, 2).flatten(1).any(1)
         inputs = self.activations.flatten(0, 1).any(0)
         return outputs.nonzero().squeeze(1), inputs.nonzero().squeeze(1)
 
     def weight_rows(self, out: Tensor | None = None) -> Tensor:
-        """Σ_t δ_t a_tᵀ, (B, R, O·I), in `out` where that is given. Cost: T·O·I operations a row."""
+        """Compute Σ_t δ_t a_tᵀ, (B, R, O·I), in `out` if given. Cost: T·O·I operations a row."""
         batch, count, outputs, _ = self.signals.shape
         if out is None:
             rows = self.signals.flatten(1, 2) @ self.activations  # (B, R·O, I)
@@ -134,19 +107,15 @@ class Factors:
             torch.bmm(self.signals[:, r], self.activations, out=place)
         return out
 
-    def bias_rows(self) -> Tensor:
-        """Σ_t δ_t, (B, R, O)."""
-        return self.signals.sum(-1)
-
     def gram(self) -> Tensor:
-        """The inner products of the weight's rows, (B, R, R), float64: Σ_ts (a_t·a_s)(δ_t·δ_s)."""
+        """Compute the rows' inner products (B, R, R), float64: Σ_ts (a_t·a_s)(δ_t·δ_s)."""
         activations, signals = self.activations.double(), self.signals.double()
         between = activations @ activations.mT  # (B, T, T)
         weighted = signals @ between.unsqueeze(1)  # (B, R, O, T)
         return weighted.flatten(2) @ signals.flatten(2).mT
 
     def add_projection(self, basis: Tensor, total: Tensor) -> None:
-        """Add the products of the weight's rows with a basis (K, O, I) to (B, R, K), float64.
+        """Add the products of the rows with a basis (K, O, I) to (B, R, K), float64.
 
         The activations, which all R rows share, are contracted with the basis first: T·K·O·I
         operations for all rows together.
@@ -157,117 +126,222 @@ class Factors:
             shared = (self.activations[:, t] @ columns).unflatten(1, (count, outputs))  # (B, K, O)
             total += self.signals[..., t] @ shared.mT  # (B, R, K)
 
-    def numbers_per_input(self, columns: int) -> int:
-        """How many numbers the rows, or what takes their place, are for one input."""
-        _, count, outputs, positions = self.signals.shape
-        inputs = self.activations.shape[2]
-        ends = positions * (inputs + count * outputs)
-        return ends + (columns * outputs if self.is_cheaper_shared() else count * outputs * inputs)
-
+    @property
     def is_cheaper_shared(self) -> bool:
         """Whether `add_projection` takes well fewer operations than forming the rows first."""
         return 2 * self.signals.shape[3] <= self.signals.shape[1]
 
-
-def joined(layers: Sequence[Factors]) -> list[Factors]:
-    """The factors with those of one weight put together: the sum of its calls is over positions."""
-    calls: dict[str | None, list[Factors]] = {}
-    for factors in layers:
-        calls.setdefault(factors.weight, []).append(factors)
-    return [
-        group[0]
-        if len(group) == 1
-        else replace(
-            group[0],
-            activations=torch.cat([factors.activations for factors in group], 1),
-            signals=torch.cat([factors.signals for factors in group], 3),
-        )
-        for group in calls.values()
-    ]
+    @property
+    def numbers(self) -> Pair:
+        """The numbers that projecting takes for one input, and for one vector of a basis more."""
+        _, count, outputs, positions = self.signals.shape
+        inputs = self.activations.shape[2]
+        ends = positions * (inputs + count * outputs)
+        return (ends, outputs) if self.is_cheaper_shared else (ends + count * outputs * inputs, 0)
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The memory of R rows by the parameters, for each input.
+Rows = Callable[[Tensor], Tensor | Factors]  # gradients (R, B, …) by a result -> rows (B, R, ·)
+
+
+class Use(NamedTuple):
+    """One use of a parameter.
 
     Attributes:
-        count: R.
-        outputs: C, of the network.
-        activations: bytes that a forward pass keeps for its derivatives.
-        loose: numbers of the rows that are held whole.
-        layers: of each layer the numbers that it takes, and how many more for each vector of a
-            basis.
+        name: of the parameter.
+        edge: where in the graph of derivatives the call's result is.
+        rows: the parameter's rows, or their factors, from the gradients by the result.
+        seen: the input that the rows need, and its version at the time.
     """
 
-    count: int
-    outputs: int
-    activations: int
-    loose: int
-    layers: tuple[tuple[int, int], ...]
+    name: str
+    edge: GradientEdge
+    rows: Rows
+    seen: Tensor | None
+    version: int | None
 
-    @classmethod
-    def of(
-        cls,
-        outputs: Tensor,
-        count: int,
-        layers: Iterable[Factors],
-        loose: Mapping[str, Tensor],
-        activations: int,
-    ) -> Footprint:
-        """Of rows that were computed for some inputs, with outputs (B, C)."""
-        numbers = [
-            (factors.numbers_per_input(0), factors.numbers_per_input(1)) for factors in layers
+    @property
+    def is_changed(self) -> bool:
+        """Whether the input has been altered in place since."""
+        return self.seen is not None and self.seen._version != self.version
+
+
+class Recorder(TorchFunctionMode):
+    """Note the calls that use some parameters in a way that gives their rows.
+
+    Such a call gets detached values of its parameters. So the parameters that the outputs' graph
+    of derivatives still leads to are those that are used in another way.
+
+    Args:
+        names: of parameters, by the identity of their tensors.
+        batch: how many examples there are.
+
+    Attributes:
+        uses: of parameters, in order.
+    """
+
+    def __init__(self, names: Mapping[int, str], batch: int) -> None:
+        super().__init__()
+        self._names, self._batch = names, batch
+        self.uses: list[Use] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and note how it uses the parameters."""
+        kwargs = kwargs or {}
+        result = None
+        # Nothing depends on what is done without; transforms of torch.func have their own graphs.
+        inside = torch._C._functorch.peek_interpreter_stack() is not None
+        if func in _CALLS and torch.is_grad_enabled() and not inside:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if any(id(leaf) in self._names for leaf in given):
+                result = self._follow(func, given, args, kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+    def _follow(self, func: Any, given: list[Tensor], args: Any, kwargs: Any) -> Tensor | None:
+        """Call with detached parameters; None where that does not give the rows of all of them."""
+        first = not any(leaf.requires_grad for leaf in given if id(leaf) not in self._names)
+        names: dict[int, str] = {}
+
+        def detached(leaf: Any) -> Any:
+            if id(leaf) not in self._names:
+                return leaf
+            value = leaf.detach().requires_grad_(first)  # so that the result is in the graph
+            names[id(value)] = self._names[id(leaf)]
+            return value
+
+        args, kwargs = tree_map(detached, (args, kwargs))
+        found = _CALLS[func](func, self._batch, *args, **kwargs)
+        if found is None:
+            return None
+        result, parts = found
+        if result.ndim < 2 or len(result) != self._batch:
+            return None
+        if not names.keys() <= {id(parameter) for parameter, _, _ in parts}:
+            return None
+        edge = get_gradient_edge(result)
+        uses = [
+            Use(names[id(parameter)], edge, rows, seen, None if seen is None else seen._version)
+            for parameter, rows, seen in parts
+            if id(parameter) in names
         ]
-        return cls(
-            count,
-            outputs.shape[1],
-            activations // len(outputs),
-            sum(rows.shape[1] * rows.shape[2] for rows in loose.values()),
-            tuple((none, one - none) for none, one in numbers),
-        )
-
-    def largest_layer(self, columns: int) -> int:
-        """The numbers of the layer that takes most, with bases of that many vectors together."""
-        return max((none + columns * each for none, each in self.layers), default=0)
+        if any(parameter.dtype != result.dtype for parameter, _, _ in parts):
+            return None  # autocast, whose casts are part of the derivative
+        self.uses += uses
+        return result
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is kept of one parameter.
-
-    Attributes:
-        place: where among the columns that are kept.
-        numbers: which of the parameter's numbers, (p,); None for all of them.
-        outputs, inputs: of a weight (O, …), the rows and columns of its matrix (O, I) that these
-            numbers are all crossings of; None where they are not.
-    """
-
-    place: slice
-    numbers: Tensor | None
-    outputs: Tensor | None = None
-    inputs: Tensor | None = None
+# The result of a call, and its parameters: their rows, and the input that these need. None where
+# the call is not of the kind that gives rows.
+Followed = tuple[Tensor, list[tuple[Tensor, Rows, Tensor | None]]] | None
 
 
-def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Part]:
-    """The parts of all parameters, by name; for all numbers where `reached` is None."""
-    if reached is None:
-        return {name: Part(place, None) for name, place in space.slices.items()}
-    parts, done = {}, 0
-    for (name, place), shape in zip(space.slices.items(), space.shapes, strict=True):
-        numbers = reached[(reached >= place.start) & (reached < place.stop)] - place.start
-        here = slice(done, done + len(numbers))
-        done = here.stop
-        if len(numbers) == place.stop - place.start:
-            parts[name] = Part(here, None)
-        else:
-            parts[name] = Part(here, numbers, *_crossings(numbers, shape))
-    return parts
+def _linear(func: Any, batch: int, input: Tensor, weight: Tensor, bias: Any = None) -> Followed:
+    if weight.ndim != 2:
+        return None
+    return _layer(F.linear(input, weight, bias), input, weight, bias, (), None)
 
 
-def _crossings(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | tuple[()]:
-    """The rows and columns of a weight that the numbers are all crossings of; else nothing."""
-    if len(shape) < 2 or not len(numbers):
-        return ()
-    width = torch.Size(shape[1:]).numel()
-    outputs, inputs = (numbers // width).unique(), (numbers % width).unique()
-    return (outputs, inputs) if len(outputs) * len(inputs) == len(numbers) else ()
+def _conv2d(
+    func: Any, batch: int, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> Followed:  # fmt: skip
+    if groups != 1 or isinstance(padding, str) or input.ndim != 4:
+        return None
+    result = F.conv2d(input, weight, bias, stride, padding, dilation)
+    pairs = [(n, n) if isinstance(n, int) else (n[0], n[-1]) for n in (stride, padding, dilation)]
+    return _layer(result, input, weight, bias, (1, 1), [tuple(weight.shape[2:]), *pairs])
+
+
+def _layer(
+    result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, after: tuple[int, ...],
+    window: Sequence[Any] | None,
+) -> Followed:  # fmt: skip
+    seen = input.detach()
+    parts: list[Any] = [(weight, partial(Factors.of, seen, window), seen)]
+    if bias is not None:
+        parts.append((bias, partial(_sum_to, (*bias.shape, *after)), None))
+    return result, parts
+
+
+def _norm(func: Any, batch: int, *args: Any, **kwargs: Any) -> Followed:
+    given = dict(zip(signature(func).parameters, args, strict=False)) | kwargs
+    weight, bias = given.pop("weight", None), given.pop("bias", None)
+    if given.get("training"):
+        return None
+    result = plain = func(**given)
+    after = plain.ndim - 2 if func in (F.group_norm, F.batch_norm) else 0
+    parts: list[Any] = []
+    seen = plain.detach()
+    if weight is not None:
+        view = weight[(..., *[None] * after)]
+        result = result * view
+        parts.append((weight, partial(_sum_to, view.shape, factor=seen), seen))
+    if bias is not None:
+        view = bias[(..., *[None] * after)]
+        result = result + view
+        parts.append((bias, partial(_sum_to, view.shape), None))
+    return result, parts
+
+
+def _embedding(
+    func: Any, batch: int, ids: Tensor, weight: Tensor, padding: Any = None, norm: Any = None,
+    *options: Any, max_norm: Any = None, **more: Any,
+) -> Followed:  # fmt: skip
+    # Of the options `definitions` leaves a norm that is held, which is not followed.
+    if norm is not None or max_norm is not None:
+        return None
+    if ids.ndim > 1 and ids.shape[0] == 1:  # positions, say, that all examples share
+        ids = ids.expand(batch, *ids.shape[1:])
+    return F.embedding(ids, weight), [(weight, partial(_looked_up, ids, len(weight)), ids)]
+
+
+def _looked_up(ids: Tensor, count: int, gradients: Tensor) -> Tensor:
+    rows, batch, width = gradients.shape[0], gradients.shape[1], gradients.shape[-1]
+    places = ids.reshape(batch, -1) + count * torch.arange(batch, device=ids.device)[:, None]
+    signals = gradients.reshape(rows, -1, width).transpose(0, 1)  # (B·T, R, D)
+    table = gradients.new_zeros(batch * count, rows, width)
+    table.index_add_(0, places.flatten(), signals)
+    return table.view(batch, count, rows, width).transpose(1, 2).flatten(2)
+
+
+def _term(func: Any, batch: int, left: Any, right: Any, **options: Any) -> Followed:
+    """Follow sums and products of a parameter with what has a row for each example."""
+    if options or not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return None
+    small, large = (left, right) if left.numel() < right.numel() else (right, left)
+    own = small.ndim == large.ndim and small.ndim > 0 and small.shape[0] != 1
+    if own or torch.broadcast_shapes(small.shape, large.shape) != large.shape:
+        return None
+    seen = large.detach() if func in _PRODUCTS else None
+    return func(left, right), [(small, partial(_sum_to, small.shape, factor=seen), seen)]
+
+
+def _expand(func: Any, batch: int, parameter: Tensor, *sizes: Any, **options: Any) -> Followed:
+    result = parameter.expand(*sizes, **options)
+    if result.ndim == parameter.ndim and parameter.shape[0] != 1:
+        return None
+    return result, [(parameter, partial(_sum_to, parameter.shape), None)]
+
+
+def _sum_to(shape: Sequence[int], gradients: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Sum gradients (R, B, …), times a factor, over what shares a parameter: (B, R, ·)."""
+    if factor is not None:
+        gradients = gradients * factor
+    own = gradients.ndim - 2
+    sizes = [*[1] * (own - len(shape)), *shape[max(0, len(shape) - own) :]]
+    shared = [dim + 2 for dim, size in enumerate(sizes) if size == 1]
+    summed = gradients.sum(shared, keepdim=True) if shared else gradients
+    return summed.flatten(2).transpose(0, 1)
+
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_CALLS: dict[Any, Callable[..., Followed]] = {
+    F.linear: _linear,
+    F.conv2d: _conv2d,
+    F.embedding: _embedding,
+    Tensor.expand: _expand,
+    **dict.fromkeys((F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm), _norm),
+    **dict.fromkeys((*_SUMS, *_PRODUCTS), _term),
+}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from deltabars.curvature.base import RowOperator
-from deltabars.problem.batches import Batch
 
 
 class OPGOperator(RowOperator):
@@ -14,15 +11,5 @@ class OPGOperator(RowOperator):
     Kept rows cost N·P numbers and two matrix products a pass; else one gradient more.
     """
 
-    @property
-    def _rows_per_example(self) -> int:
-        return 1
-
-    def _rows(self, batch: Batch, out: Tensor | None, again: bool) -> Tensor:
-        targets = batch.targets
-        assert targets is not None
-
-        def gradients(outputs: Tensor) -> Tensor:
-            return self.problem.likelihood.loss_gradient(outputs, targets).unsqueeze(1)
-
-        return self.pullback.rows(batch.inputs, gradients, out, self._parts, again=again)
+    factor = "loss_gradient"
+    rows_per_example = 1

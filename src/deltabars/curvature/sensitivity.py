@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.errors import BadValueError, ModelError
 from deltabars.likelihoods.base import Likelihood, unit_rows
-from deltabars.problem.inputs import Inputs
+from deltabars.problem.data import Inputs
 from deltabars.runtime.distributed import same_everywhere
 from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 
@@ -25,17 +25,17 @@ _COLUMNS = 512  # that a product is worth its sums from
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a batch's error bars need of F (B, C, P): everything else follows from these.
+    """What a batch's error bars need of F (B, C, P), in float64.
 
     F = diag(slope)·L, where no row of L is small only because its class is improbable: the rows of
     L are ∂(log p)/∂ω for probabilities. What is quadratic in F follows from L by the slope.
 
     Attributes:
         value: the prediction itself, in the space that F belongs to, (B, C).
-        slope: what the rows of L are multiplied by, (B, C), float64.
-        squares: ‖l‖² of each row l of L, (B, C), float64.
-        gram: L Lᵀ for each input, (B, C, C), float64, where it was asked for.
-        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K), float64.
+        slope: what the rows of L are multiplied by, (B, C).
+        squares: ‖l‖² of each row l of L, (B, C).
+        gram: L Lᵀ for each input, (B, C, C), where it was asked for.
+        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K).
     """
 
     value: Tensor
@@ -55,7 +55,7 @@ def sensitivities(
     classes: Callable[[Tensor], Tensor] | None = None,
     with_gram: bool = False,
 ) -> tuple[Tensor, Sensitivity]:
-    """The outputs z (B, C), and F of the mean (or of z itself) reduced to its projections.
+    """Return the outputs z (B, C), and F of the mean (or of z itself) reduced to its projections.
 
     F is never held whole: it is reduced layer by layer. Where a layer has fewer than half as many
     positions as there are classes (a dense layer has one), its activations are multiplied with
@@ -75,15 +75,15 @@ def sensitivities(
     pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
     places = pullback.network.parameters.slices
-    _check_in_step(bases, [*(factors.weight for factors in pulled.layers), *pulled.loose])
-    sums = _Sums(outputs.new_zeros(len(outputs), pulled.count).double(), bases, with_gram)
-    for factors in pulled.layers:
-        assert factors.weight is not None
-        for part, place in _parts_of_layer(factors, places[factors.weight], bases):
-            sums.add_layer(part, {name: columns(q, place) for name, q in bases.items()})
+    _check_in_step(bases, [*pulled.layers, *pulled.loose])
+    sums = _Sums(outputs.new_zeros(len(outputs), len(pulled.back)).double(), bases, with_gram)
+    for name, factors in pulled.layers.items():
+        for part, place in _parts_of_layer(factors, places[name], bases):
+            sums.add_layer(part, {matrix: columns(q, place) for matrix, q in bases.items()})
     for name, rows in pulled.loose.items():
+        first = places[name].start
         for place in _blocks(places[name], bases):
-            here = rows[..., place.start - places[name].start : place.stop - places[name].start]
+            here = rows[..., place.start - first : place.stop - first]
             sums.add_rows(here, {matrix: columns(q, place) for matrix, q in bases.items()})
     sums.finish()
     mean = space == "probability"
@@ -101,47 +101,42 @@ def cotangents(
     classes: Callable[[Tensor], Tensor] | None,
     outputs: Tensor,
 ) -> Tensor:
-    """What the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
+    """Return what the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
     rows = likelihood.natural_jacobian if space == "probability" else unit_rows
     found = rows(outputs.double(), None if classes is None else classes(outputs))
     return found.to(outputs.dtype)
 
 
-def _check_in_step(bases: Mapping[str, Basis], names: list[str | None]) -> None:
-    """Refuse ranks that ask for columns of eigenvectors, which they share, in different orders."""
-    for basis in bases.values():
-        if isinstance(basis, ShardedVectors):
-            if not same_everywhere(basis.space.group, names):
-                raise ModelError(
-                    "predict: expected a model that uses its parameters in one way, got different "
-                    "ones for the inputs of different ranks. Save the fit, and load it on each."
-                )
-            return
+def _check_in_step(bases: Mapping[str, Basis], names: list[str]) -> None:
+    """Refuse processes that ask for columns of shared eigenvectors in different orders."""
+    shared = [basis for basis in bases.values() if isinstance(basis, ShardedVectors)]
+    if shared and not same_everywhere(shared[0].space.group, names):
+        raise ModelError(
+            "predict: expected a model that uses its parameters in one way, got different ones for "
+            "the inputs of different processes. Save the fit, and load it in each."
+        )
 
 
 def _blocks(place: slice, bases: Mapping[str, Basis]) -> Iterator[slice]:
-    """A parameter's columns: together, or as many at a time as bases that are no tensors bear."""
+    """Yield a parameter's columns, some at a time where bases are not on the device whole."""
     away = [q for q in bases.values() if not isinstance(q, Tensor)]
-    if not away:
+    if away:
+        width = sum(q.shape[0] * q.dtype.itemsize for q in away)
+        yield from ranges(place.start, place.stop, width, away[0].device)
+    else:
         yield place
-        return
-    width = sum(q.shape[0] * q.dtype.itemsize for q in away)
-    yield from ranges(place.start, place.stop, width, away[0].device)
 
 
 def _parts_of_layer(
     factors: Factors, place: slice, bases: Mapping[str, Basis]
 ) -> Iterator[tuple[Factors, slice]]:
-    """A layer, or some of its outputs at a time, with the columns of its weight."""
+    """Yield a layer, or some of its outputs at a time, with the columns of its weight."""
     outputs, inputs = factors.signals.shape[2], factors.activations.shape[2]
     together = next(_blocks(place, bases), place)
     step = max(1, (together.stop - together.start) // max(1, inputs))
-    if step >= outputs:
-        yield factors, place
-        return
     for low in range(0, outputs, step):
         high = min(low + step, outputs)
-        part = replace(factors, signals=factors.signals[:, :, low:high])
+        part = Factors(factors.activations, factors.signals[:, :, low:high])
         yield part, slice(place.start + low * inputs, place.start + high * inputs)
 
 
@@ -198,7 +193,7 @@ class _Sums:
             places = (outputs[:, None] * sizes[1] + inputs).flatten()
             bases = {name: basis.index_select(1, places) for name, basis in bases.items()}
             sizes = (len(outputs), len(inputs))
-        if not factors.is_cheaper_shared():
+        if not factors.is_cheaper_shared:
             self.add_rows(factors.weight_rows(), bases)
             return
         gram = factors.gram()

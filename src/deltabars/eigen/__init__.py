@@ -1,6 +1,6 @@
 """Eigenpairs of symmetric matrices that are seen through their products with vectors.
 
-Each solver takes any object with `shape` and `matmat` (see `as_products` in `pairs.py`) and returns
+Each solver takes any object with `shape` and `matmat` (see `Products` in `pairs.py`) and returns
 `EigenPairs`. `basis.py` has the Krylov basis, `quadrature.py` encloses quadratic forms.
 
 Nothing here knows networks, data or statistics.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deltabars.eigen.pairs import lower_scale, residual_scale
+from deltabars.eigen.pairs import residual_scale
 from deltabars.runtime.vectors import Space, inner
 
 _COLUMNS_AT_ONCE = {"cpu": 1024}  # of a whole basis
@@ -42,19 +43,25 @@ class Basis:
         self._locked = [] if locked is None else [locked]
         self.rows = 0
 
+    @property
+    def panels(self) -> list[Tensor]:
+        """The rows as they lie, without a copy."""
+        before = sum(len(panel) for panel in self._panels[:-1])
+        return [*self._panels[:-1], *(last[: self.rows - before] for last in self._panels[-1:])]
+
     def append(self, block: Tensor) -> None:
         """Add rows (b, p) that are orthonormal to one another and to all rows so far."""
-        while block.shape[0]:
-            room = sum(panel.shape[0] for panel in self._panels) - self.rows
+        while len(block):
+            room = sum(len(panel) for panel in self._panels) - self.rows
             if room == 0:
                 room = max(16, self._first_panel // (8 if self._panels else 1))
-                self._panels.append(self._empty(room))
-            last = self._panels[-1]
-            place = last.shape[0] - room
-            part = block[:room]
-            last[place : place + part.shape[0]] = part
-            self.rows += part.shape[0]
-            block = block[part.shape[0] :]
+                new = torch.empty(room, self.space.width, device=self._device, dtype=self._dtype)
+                self._panels.append(new)
+            last, part = self._panels[-1], block[:room]
+            start = len(last) - room
+            last[start : start + len(part)] = part
+            self.rows += len(part)
+            block = block[len(part) :]
 
     def remove_from(self, vectors: Tensor) -> Tensor:
         """Subtract from each row of `vectors` (b, p) its projection on the basis, once, in place.
@@ -64,7 +71,7 @@ class Basis:
 
         Cost: one collective.
         """
-        panels = [*self._locked, *self._filled()]
+        panels = [*self._locked, *self.panels]
         if not panels:
             return vectors.new_zeros(len(vectors), 0, dtype=torch.float64)
         parts = self.space.group.all_reduce_(
@@ -82,54 +89,39 @@ class Basis:
         """
         mixing = coefficients.T.to(self._device, self._dtype)
         squares = torch.zeros(len(mixing), device=self._device, dtype=torch.float64)  # (k,)
-        filled = self._filled()
         step = _COLUMNS_AT_ONCE.get(self._device.type, _COLUMNS_AT_ONCE_ELSEWHERE)
         for start in range(0, self.space.width, step):
             columns = slice(start, start + step)
-            mixed = inner(mixing, torch.cat([panel[:, columns] for panel in filled]).T)
+            mixed = inner(mixing, torch.cat([panel[:, columns] for panel in self.panels]).T)
             squares += mixed.square().sum(1)
-            done = 0
-            for panel in filled:
-                part = mixed[done : done + panel.shape[0]]
-                panel[: part.shape[0], columns] = part.to(self._dtype)
-                done += part.shape[0]
-        self.rows = coefficients.shape[1]
-        needed = 0
-        while sum(panel.shape[0] for panel in self._panels[:needed]) < self.rows:
-            needed += 1
-        del self._panels[needed:]
+            for panel, part in self._by_panel(mixed):
+                panel[: len(part), columns] = part.to(self._dtype)
+        self.rows = len(mixing)
+        while sum(len(panel) for panel in self._panels[:-1]) >= self.rows:
+            self._panels.pop()
         lengths = self.space.group.all_reduce_(squares).sqrt().to(self._dtype).unsqueeze(1)
-        for panel, length in zip(
-            self._filled(), lengths.split([len(rows) for rows in self._filled()]), strict=True
-        ):
-            panel /= length  # rounding would shorten the rows a little at each restart
+        for panel, part in self._by_panel(lengths):
+            panel /= part  # rounding would shorten the rows a little at each restart
 
-    @property
-    def panels(self) -> list[Tensor]:
-        """The rows as they lie, without a copy."""
-        return self._filled()
+    def _by_panel(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each panel, and those of some rows that stand for its own."""
+        start = 0
+        for panel in self.panels:
+            yield panel, rows[start : start + len(panel)]
+            start += len(panel)
 
     def copy(self, start: int, stop: int) -> Tensor:
         """Copy some of the rows."""
         parts, before = [], 0
-        for panel in self._filled():
+        for panel in self.panels:
             parts.append(panel[max(0, start - before) : max(0, stop - before)])
-            before += panel.shape[0]
+            before += len(panel)
         return torch.cat(parts)
 
     def take(self) -> Tensor:
         """Return the rows as one tensor; without a copy where they fill the first panel."""
-        filled = self._filled()
-        return filled[0] if len(filled) == 1 else torch.cat(filled)
-
-    def _empty(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.space.width, device=self._device, dtype=self._dtype)
-
-    def _filled(self) -> list[Tensor]:
-        if not self._panels:
-            return []
-        before = sum(panel.shape[0] for panel in self._panels[:-1])
-        return [*self._panels[:-1], self._panels[-1][: self.rows - before]]
+        panels = self.panels
+        return panels[0] if len(panels) == 1 else torch.cat(panels)
 
 
 def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
@@ -153,14 +145,13 @@ def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     gram = space.inner(rows, rows).cpu()
     if float(strengths[-1]) > least:
         lower = torch.linalg.cholesky(gram)  # rows = lower·(orthonormal)
-        _mix(_inverse(lower).T, rows)
+        eye = torch.eye(len(lower), dtype=lower.dtype)
+        _mix(torch.linalg.solve_triangular(lower, eye, upper=False).T, rows)
         return factor @ lower, strengths
     turn, lengths = _principal(gram, space)
     left, strengths, right = torch.linalg.svd(factor @ (turn * lengths))
-    left, strengths, right = space.broadcast_(torch.cat([left, strengths[None], right])).split(
-        [len(left), 1, len(right)]
-    )
-    strengths = strengths[0]
+    found = space.broadcast_(torch.cat([left, strengths[None], right]))
+    left, strengths, right = found[: len(left)], found[len(left)], found[len(left) + 1 :]
     _mix((turn / lengths.clamp(min=floor)) @ right.T, rows)
     return left * strengths, strengths
 
@@ -182,23 +173,23 @@ def extend(
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
     coupling, strengths = orthonormalise(vectors, basis.space)
     rows = vectors[: min(count, int((strengths > noise).sum()))]
-    coupling = coupling[:, : rows.shape[0]]
-    if rows.shape[0]:
+    coupling = coupling[:, : len(rows)]
+    if len(rows):
         basis.remove_from(rows)
         turn, left = orthonormalise(rows, basis.space)
         real = int((left > 0.5).sum())  # a unit vector that shrinks was in the basis already
         rows, coupling = rows[:real], (coupling @ turn)[:, :real]
-    missing = count - rows.shape[0]
+    missing = count - len(rows)
     if missing:
         rows = torch.cat([rows, _fresh_rows(basis, rows, missing, generator)])
-    return rows, torch.cat([coupling, coupling.new_zeros(coupling.shape[0], missing)], dim=1)
+    return rows, torch.cat([coupling, coupling.new_zeros(len(coupling), missing)], dim=1)
 
 
 def _principal(gram: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     """Eigenvectors (columns) of a Gram matrix and the roots of its eigenvalues, descending."""
     values, columns = torch.linalg.eigh(gram)
-    if len(gram) > 1:
-        found = space.broadcast_(torch.cat([columns, values[None]]))
+    found = space.broadcast_(torch.cat([columns, values[None]])) if len(gram) > 1 else None
+    if found is not None:
         columns, values = found[:-1], found[-1]
     return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
 
@@ -208,11 +199,6 @@ def _mix(columns: Tensor, rows: Tensor) -> None:
     mixing = columns.T.to(rows.device, rows.dtype)
     for part in rows.split(_COLUMNS_OF_A_BLOCK, dim=1):
         part.copy_(mixing @ part)
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    eye = torch.eye(lower.shape[0], dtype=lower.dtype)
-    return torch.linalg.solve_triangular(lower, eye, upper=False)
 
 
 def completed(rows: Tensor, count: int, space: Space) -> Tensor:
@@ -242,33 +228,28 @@ def default_block_size(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Ritz:
-    """The eigenpairs of T: Ritz values (ascending), coordinates, residual norms."""
+    """The eigenpairs of T: Ritz values (ascending), coordinates, residuals.
 
-    values: Tensor  # (m,)
-    coordinates: Tensor  # (m, m), a column a pair
-    norms: Tensor  # (m,)
+    Attributes:
+        values: (m,).
+        coordinates: of the Ritz vectors on the basis, (m, m), a column a pair.
+        residuals: norms over the scale of `residual_scale`, (m,).
+    """
 
-    def converged(self, rank: int, smallest: int, tolerance: float) -> tuple[int, bool]:
-        """Count the converged ones of the largest `rank` pairs; return whether all wanted are."""
-        top = self.values.flip(0)[:rank]
-        upper = self.norms.flip(0)[:rank] <= tolerance * residual_scale(top)
-        ends = self.values[-1:].expand(smallest)
-        low = self.norms[:smallest] <= tolerance * lower_scale(self.values[:smallest], ends)
-        enough = self.values.shape[0] >= rank + smallest
-        return int(upper.sum()), enough and bool(upper.all()) and bool(low.all())
+    values: Tensor
+    coordinates: Tensor
+    residuals: Tensor
 
     def distance(self, rank: int, smallest: int, tolerance: float) -> float:
-        """Return how far the pairs are from that: Σ log(residual/tolerance) over the others."""
-        top, ends = self.values.flip(0)[:rank], self.values[-1:].expand(smallest)
-        upper = self.norms.flip(0)[:rank] / residual_scale(top)
-        low = self.norms[:smallest] / lower_scale(self.values[:smallest], ends)
-        return float((torch.cat([upper, low]) / tolerance).clamp(min=1.0).log().sum())
+        """Return how far the wanted pairs are from convergence: Σ log(residual/tolerance), or 0."""
+        if len(self.values) < rank + smallest:
+            return math.inf
+        wanted = torch.cat([self.residuals.flip(0)[:rank], self.residuals[:smallest]])
+        return float((wanted / tolerance).clamp(min=1.0).log().sum())
 
     def leading(self, tolerance: float) -> int:
         """Count the largest pairs that have converged, up to the first that has not."""
-        top = self.values.flip(0)
-        good = self.norms.flip(0) <= tolerance * residual_scale(top)
-        return int(good.long().cumprod(0).sum())
+        return int((self.residuals.flip(0) <= tolerance).long().cumprod(0).sum())
 
 
 class Projected:
@@ -288,61 +269,59 @@ class Projected:
         self._coupling = torch.zeros(0, 0, dtype=torch.float64)
         self.size = 0
 
+    @property
+    def _matrix(self) -> Tensor:
+        return self._space[: self.size, : self.size]
+
     def append(self, middle: Tensor, following: Tensor) -> None:
         """Add a block with V_j A V_jᵀ = middle (b, b), coupled to the one that follows by R."""
-        before, after = self.size, self.size + middle.shape[0]
-        if after > self._space.shape[0]:
+        before, after = self.size, self.size + len(middle)
+        if after > len(self._space):
             grown = torch.zeros(2 * after, 2 * after, dtype=torch.float64)
             grown[:before, :before] = self._matrix
             self._space = grown
         self._space[before:after, before:after] = (middle + middle.T) / 2
         if before:
-            first = before - self._coupling.shape[0]
+            first = before - len(self._coupling)
             self._space[first:before, before:after] = self._coupling
             self._space[before:after, first:before] = self._coupling.T
         self.size, self._coupling = after, following
 
-    @property
-    def _matrix(self) -> Tensor:
-        return self._space[: self.size, : self.size]
-
     def ritz(self) -> Ritz:
-        """Compute the Ritz pairs, and their residual norms through the coupling. Cost: m³."""
+        """Compute the Ritz pairs, and their residuals through the coupling. Cost: m³."""
         here = self._device if self.size >= _WORTH_A_TRIP else torch.device("cpu")
         values, coordinates = torch.linalg.eigh(self._matrix.to(here))
         if self._group.size > 1:
             found = self._group.broadcast_(torch.cat([coordinates, values[None]]))
             values, coordinates = found[-1], found[:-1]
-        last = coordinates[self.size - self._coupling.shape[0] :].cpu()
-        norms = self._group.broadcast_((self._coupling.T @ last).norm(dim=0))
-        return Ritz(values.cpu(), coordinates, norms)
+        values = values.cpu()
+        norms = self._group.broadcast_((self._coupling.T @ self._last(coordinates)).norm(dim=0))
+        return Ritz(values, coordinates, norms / residual_scale(values, values[-1:]))
 
     def restart(self, ritz: Ritz, kept: Tensor) -> Tensor:
         """Restart from the Ritz pairs `kept` (k,); return their coordinates (m, k)."""
         coordinates = ritz.coordinates[:, kept.to(ritz.coordinates.device)]
-        last = coordinates[self.size - self._coupling.shape[0] :].cpu()
-        self._coupling = last.T @ self._coupling
+        self._coupling = self._last(coordinates).T @ self._coupling
         self._space.zero_()
-        self.size = kept.shape[0]
+        self.size = len(kept)
         self._matrix.diagonal().copy_(ritz.values[kept])
         return coordinates
+
+    def _last(self, coordinates: Tensor) -> Tensor:
+        """Return the coordinates on the rows that are coupled to the next block."""
+        return coordinates[self.size - len(self._coupling) :].cpu()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return T and the coupling, for a checkpoint."""
         return {"projected": self._matrix.clone(), "coupling": self._coupling}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore T and the coupling.
-
-        Raises:
-            ValueError, KeyError: they are not such tensors.
-        """
+        """Restore T and the coupling; raise ValueError where they are not such tensors."""
         matrix, coupling = tensors["projected"], tensors["coupling"]
-        size = matrix.shape[-1]
-        if matrix.shape != (size, size) or {matrix.dtype, coupling.dtype} != {torch.float64}:
-            raise ValueError("a projected matrix of another shape or type")
-        if coupling.ndim != 2 or not 0 < coupling.shape[0] <= size:
-            raise ValueError("a coupling of another shape")
+        kinds, size = {matrix.dtype, coupling.dtype}, matrix.shape[-1]
+        is_square = matrix.shape == (size, size) and coupling.ndim == 2
+        if kinds != {torch.float64} or not is_square or not 0 < len(coupling) <= size:
+            raise ValueError("a projected matrix or a coupling of another shape or type")
         self._space, self._coupling, self.size = matrix, coupling, size
 
 

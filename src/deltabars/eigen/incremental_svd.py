@@ -19,7 +19,7 @@ from deltabars.eigen.pairs import (
     EigenPairs,
     IsOver,
     OnStep,
-    as_products,
+    Products,
     check_rank,
     default_tolerance,
     residual_scale,
@@ -59,36 +59,48 @@ def incremental_svd(
     Cost: one pass; (rank + n)²·P operations a block, (2·rank + n)·P numbers.
     """
     space = getattr(source, "space", None) or Space(0)
+    matrix, scale, shift = None, None, 0.0
     if hasattr(source, "row_blocks"):
         blocks = source.row_blocks()
         if space.group.size > 1:
             blocks = space.exchange(blocks, source.device, source.dtype)
-        state = _factorise(blocks, rank, space, centred, on_step, is_over)
-        factor, shift = float(source.row_scale), float(source.row_shift)
+        scale, shift = float(source.row_scale), float(source.row_shift)
     elif hasattr(source, "shape"):
-        return _of_matrix(source, rank, on_step, space)
+        matrix, is_over = Products(source), None
+        eye = torch.eye(matrix.shape[0], device=matrix.device, dtype=matrix.dtype)
+        blocks = map(matrix.matmat, eye.split(max(rank, 16)))
     elif isinstance(source, Iterable):
-        state = _factorise(source, rank, space, centred, on_step, is_over)
-        factor, shift = 1.0 / (state.count + state.left), 0.0
+        blocks = source
     else:
         raise BadValueError(
             "incremental_svd: expected an operator, a matrix or blocks of rows, got "
             f"{type(source).__name__}."
         )
-    values = state.strengths.double().square() * factor + shift
-    return _pairs(values, state.vectors, rank, shift, state.discarded * factor, state, centred)
-
-
-def _of_matrix(matrix: Any, rank: int, on_step: OnStep | None, space: Space) -> EigenPairs:
-    """Solve a positive semidefinite matrix by its own rows."""
-    products = as_products(matrix)
-    eye = torch.eye(products.shape[0], device=products.device, dtype=products.dtype)
-    blocks = (products.matmat(block) for block in eye.split(max(rank, 16)))
-    state = _factorise(blocks, rank, space, False, on_step, None)
-    values = (products.matmat(state.vectors).double() * state.vectors.double()).sum(1)
-    order = values.argsort(descending=True)
-    lost = state.discarded**0.5
-    return _pairs(values[order], state.vectors[order], rank, 0.0, lost, state, False)
+    state = _factorise(blocks, rank, space, centred and matrix is None, on_step, is_over)
+    vectors = state.vectors
+    if matrix is None:
+        scale = 1.0 / (state.count + state.left) if scale is None else scale
+        values, lost = state.strengths.double().square() * scale + shift, state.discarded * scale
+    else:
+        values = (matrix.matmat(vectors).double() * vectors.double()).sum(1)
+        order = values.argsort(descending=True)
+        values, vectors, lost = values[order], vectors[order], state.discarded**0.5
+    full = torch.full((rank,), shift, dtype=torch.float64, device=vectors.device)
+    full[: len(values)] = values
+    bound = torch.full_like(full, lost) / residual_scale(full)
+    tolerance = default_tolerance(vectors.dtype)
+    statistics: dict[str, int | float | str] = {
+        "solver": "incremental",
+        "products": 0,
+        "converged": int((bound <= tolerance).sum()),
+        "tolerance": tolerance,
+        "rows": state.count,
+        "centred": centred and matrix is None,
+        DISCARDED: lost,
+    }
+    if state.left:
+        statistics |= {STOPPED: OUT_OF_TIME, ROWS_LEFT: state.left}
+    return EigenPairs(full, completed(vectors, rank, state.space), bound, statistics=statistics)
 
 
 @dataclass(frozen=True)
@@ -180,30 +192,3 @@ def singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
         found = torch.cat([strengths[None], columns @ turn.T])
     strengths, *turns = space.broadcast_(found).split(sizes)
     return strengths[0].to(rows), turns[space.group.rank].to(rows).T @ own.T
-
-
-def _pairs(
-    values: Tensor,
-    vectors: Tensor,
-    rank: int,
-    shift: float,
-    lost: float,
-    state: _State,
-    centred: bool,
-) -> EigenPairs:
-    full = torch.full((rank,), shift, dtype=torch.float64, device=vectors.device)
-    full[: len(values)] = values
-    bound = torch.full_like(full, lost) / residual_scale(full)
-    tolerance = default_tolerance(vectors.dtype)
-    statistics: dict[str, int | float | str] = {
-        "solver": "incremental",
-        "products": 0,
-        "converged": int((bound <= tolerance).sum()),
-        "tolerance": tolerance,
-        "rows": state.count,
-        "centred": centred,
-        DISCARDED: lost,
-    }
-    if state.left:
-        statistics |= {STOPPED: OUT_OF_TIME, ROWS_LEFT: state.left}
-    return EigenPairs(full, completed(vectors, rank, state.space), bound, statistics=statistics)

@@ -12,22 +12,30 @@ restarted from the best of its Ritz vectors (a thick restart), which go on to co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.eigen.basis import Basis, Followed, Growth, Projected, default_block_size, extend
-from deltabars.eigen.checkpoint import Checkpoint, Journal, Position
+from deltabars.eigen.basis import (
+    Basis,
+    Followed,
+    Growth,
+    Projected,
+    Ritz,
+    default_block_size,
+    extend,
+)
+from deltabars.eigen.checkpoint import Checkpoint, Journal
 from deltabars.eigen.pairs import (
+    LEAST_RITZ,
     OUT_OF_TIME,
     STOPPED,
     EigenPairs,
     IsOver,
     OnStep,
     Products,
-    as_products,
     check_rank,
     check_tolerance,
     default_tolerance,
@@ -35,7 +43,6 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
-from deltabars.eigen.restart import Patience, found_pairs, insert, to_keep
 from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
@@ -44,6 +51,10 @@ _FIRST_CHECK = 16  # vectors, of a basis that may stop at any time
 _GUARD_PRODUCTS = 8  # enough for a large missed eigenvalue to rise out of a random start
 _SMALL_REST = 64  # dimensions outside the pairs: these can be searched whole
 _ROOM_FOR_ONE = 16  # vectors
+# So many restarts, and products for so many bases: three times the longest lull seen.
+_RESTARTS, _BASES = 200, 40
+_LESS = 0.9
+_NO_LIMIT = 2**62  # products
 
 
 def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
@@ -53,12 +64,12 @@ def lanczos(operator: Any, rank: int, **options: Any) -> EigenPairs:
     is probed for copies of repeated eigenvalues, which the start vector cannot see.
 
     Args:
-        operator: a symmetric matrix (see `eigen.pairs.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         options: those of `block_krylov`, but for `block_size`, which is 1.
 
     Cost: a few times `rank` products, and as many vectors of memory (no more than `max_vectors`
-    and two blocks, the result included); m²P operations for m steps.
+    and two blocks, the result included); m²P operations for m products.
 
     Example:
         >>> import torch
@@ -87,11 +98,10 @@ def block_krylov(
 ) -> EigenPairs:
     """Compute the `rank` algebraically largest eigenpairs, by block Lanczos.
 
-    More products than `lanczos`, in blocks: faster where many vectors cost little more than one
-    (a kept Jacobian).
+    More products than `lanczos`, in blocks: faster where many vectors cost little more than one.
 
     Args:
-        operator: a symmetric matrix (see `eigen.pairs.as_products`).
+        operator: a symmetric matrix (see `eigen.pairs.Products`).
         rank: how many pairs, 1 to P.
         block_size: a tenth of the rank by default, between 2 and 100.
         smallest: how many eigenvalues of the lower end must converge as well.
@@ -111,32 +121,34 @@ def block_krylov(
             by then are returned, at least one, and the state is saved.
     """
     block_size = default_block_size(rank) if block_size is None else block_size
-    if block_size < 1:
-        raise BadValueError(f"block_size: expected at least 1, got {block_size}.")
-    matrix = as_products(operator)
+    matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
-    if smallest < 0 or rank + smallest > size:
-        raise BadValueError(f"smallest: expected 0 to {size - rank} (P − rank), got {smallest}.")
     limit = default_tolerance(matrix.dtype) if tolerance is None else tolerance
     check_tolerance(limit, matrix.dtype)
-    budget = 2**62 if max_products is None else max_products
-    fewest = min(-(-rank // block_size) * block_size, size)
-    if budget < fewest and growth is None:
-        raise BadValueError(
-            f"max_products: expected at least {fewest} for {rank} pairs, got {budget}."
-        )
+    budget = _NO_LIMIT if max_products is None else max_products
     room = size if max_vectors is None else max_vectors
-    least_room = (rank + smallest if growth is None else 0) + 2 * block_size
-    if not is_whole(room) or room < min(least_room, size):
-        raise BadValueError(
-            f"max_vectors: expected a whole number from {least_room} on (the pairs and two blocks "
-            f"of {block_size}), got {room!r}."
-        )
+    blocks = min(-(-rank // max(1, block_size)) * block_size, size)
+    pairs_and_two_blocks = (rank + smallest if growth is None else 0) + 2 * block_size
+    for name, value, least, most in (
+        ("block_size", block_size, 1, _NO_LIMIT),
+        ("smallest", smallest, 0, size - rank),
+        ("max_products", budget, blocks if growth is None else 1, _NO_LIMIT),
+        ("max_vectors", room, min(pairs_and_two_blocks, size), _NO_LIMIT),
+    ):
+        if not is_whole(value) or not least <= value <= most:
+            end = "on" if most == _NO_LIMIT else f"to {most}"
+            raise BadValueError(
+                f"{name}: expected a whole number from {least} {end} for {rank} of P = {size} "
+                f"pairs in blocks of {block_size}, got {value!r}."
+            )
     generator = torch.Generator().manual_seed(seed)
-    journal = Journal(checkpoint, matrix, generator, growth)
-    run = Run(matrix, generator, limit, budget, room, on_step, journal, journal.restarts, is_over)
-    pairs = journal.found or run.largest(rank, block_size, smallest, growth=growth)
+    run = Run(matrix, generator, limit, budget, room, on_step, is_over)
+    if checkpoint is not None:
+        run.journal = Journal(checkpoint, matrix, generator, growth)
+        run.restarts = run.journal.restarts
+    found = None if run.journal is None else run.journal.found
+    pairs = found or run.largest(rank, block_size, smallest, growth=growth)
     if not run.is_stopped and bool((pairs.residuals <= limit).all()):
         pairs = with_missed_copies(run, pairs)
     statistics = {
@@ -154,6 +166,28 @@ def block_krylov(
 
 
 @dataclass
+class Position:
+    """The numbers of a search, beside its basis and its projected matrix."""
+
+    next_check: int  # rows of the basis at which Ritz pairs are computed again
+    norm: float = 0.0  # the largest entry of the projected matrix; rounding is relative to it
+    least: float = math.inf  # the smallest Ritz value so far
+    converged: int = 0
+    restarts: int = 0
+    distance: float = math.inf  # the smallest so far, but for falls of less than a tenth
+    since: int = 0  # restarts since then
+    products: int = 0  # that were done then
+
+    def stands_still(self, distance: float, products: int, max_vectors: int) -> bool:
+        """Return whether restarts no longer help: a cluster that the basis cannot hold."""
+        if distance < _LESS * self.distance:
+            self.distance, self.since, self.products = distance, 0, products
+            return False
+        self.since += 1
+        return self.since > _RESTARTS and products - self.products > _BASES * max_vectors
+
+
+@dataclass
 class Run:
     """Search for eigenpairs of one matrix, within limits."""
 
@@ -162,11 +196,11 @@ class Run:
     tolerance: float
     max_products: int
     max_vectors: int
-    on_step: OnStep | None
-    journal: Journal
-    restarts: int = 0
+    on_step: OnStep | None = None
     is_over: IsOver | None = None
-    is_stopped: bool = False  # by that
+    journal: Journal | None = None  # of a run with a checkpoint
+    restarts: int = 0
+    is_stopped: bool = False  # by `is_over`
 
     def largest(
         self,
@@ -181,20 +215,20 @@ class Run:
         basis = Basis(space, rank if growth is None else _FIRST_CHECK, device, dtype, locked)
         followed = None if growth is None else Followed(growth, space)
         projected = Projected(device, space)
-        room = space.size - (0 if locked is None else locked.shape[0])
-        block_size = min(block_size, room)
-        at = self.journal.resume(basis, projected, followed, block_size)
-        if at is None:
+        room = space.size - (0 if locked is None else len(locked))
+        block_size, aim = min(block_size, room), _MARGIN * self.tolerance
+        saved = None
+        if self.journal is not None:
+            saved = self.journal.resume(basis, projected, followed, block_size, Position)
+        if saved is not None:
+            block, at = saved
+            saved, self.restarts = None, at.restarts
+        else:
             start = space.random_rows(block_size, self.generator, device, dtype)
             basis.remove_from(start)
             block, _ = extend(basis, start, block_size, 0.0, self.generator)
             del start
-            norm, least, converged, patience = 0.0, math.inf, 0, Patience()
-            next_check = min(rank + smallest, room) if followed is None else _FIRST_CHECK
-        else:
-            block, norm, least, converged = at.block, at.norm, at.least, at.converged
-            next_check, self.restarts, patience = at.next_check, at.restarts, at.patience
-            del at
+            at = Position(min(rank + smallest, room) if followed is None else _FIRST_CHECK)
         while True:
             basis.append(block)
             if followed is not None:
@@ -203,72 +237,121 @@ class Run:
             # The products with the last rows of the basis are V_j A V_jᵀ.
             middle = basis.remove_from(image)[:, -len(block) :].cpu()
             del block  # the basis has it
-            norm = max(norm, float(middle.abs().max()))
+            at.norm = max(at.norm, float(middle.abs().max()))
             width = min(block_size, room - basis.rows)
             # Rounding in a product is of the order of eps·‖A‖: what is weaker than that is noise.
-            noise = 10 * torch.finfo(dtype).eps * norm
+            noise = 10 * torch.finfo(dtype).eps * at.norm
             block, coupling = extend(basis, image, width, noise, self.generator)
             del image
             projected.append(middle, coupling)
             last = width == 0 or self.matrix.products + width > self.max_products
             full = basis.rows + width > self.max_vectors
-            if basis.rows >= next_check or last or full:
+            if basis.rows >= at.next_check or last or full:
                 ritz = projected.ritz()
-                least = min(least, float(ritz.values[0]))
-                aim = _MARGIN * self.tolerance
-                converged, finished = ritz.converged(rank, smallest, aim)
+                at.least = min(at.least, float(ritz.values[0]))
+                at.converged, count = int((ritz.residuals.flip(0)[:rank] <= aim).sum()), None
+                distance = ritz.distance(rank, smallest, aim)
                 if followed is not None:
-                    converged = ritz.leading(aim)
-                    found = followed.fewest(ritz, min(converged, rank))
-                    if found is not None or full or last:
-                        count = found or max(1, min(converged, rank))
-                        return found_pairs(basis, ritz, count, least, self.tolerance)
-                elif finished or last:
-                    return found_pairs(basis, ritz, rank, least, self.tolerance)
+                    at.converged = min(ritz.leading(aim), rank)
+                    count = followed.fewest(ritz, at.converged)
+                    if full or last:
+                        count = count or max(1, at.converged)
+                elif (
+                    last
+                    or distance == 0
+                    or (full and at.stands_still(distance, self.matrix.products, self.max_vectors))
+                ):
+                    count = rank
+                if count is not None:
+                    return _found_pairs(basis, ritz, count, at.least, self.tolerance)
                 if full:
-                    distance = ritz.distance(rank, smallest, aim)
-                    if patience.is_over(distance, self.matrix.products, self.max_vectors):
-                        return found_pairs(basis, ritz, rank, least, self.tolerance)
-                    kept = to_keep(len(ritz.values), rank, smallest, block_size)
+                    kept = _to_keep(len(ritz.values), rank, smallest, block_size)
                     basis.keep(projected.restart(ritz, kept))
-                    self.restarts += 1
-                next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
+                    at.restarts = self.restarts = at.restarts + 1
+                at.next_check = basis.rows + max(block_size, basis.rows // _CHECKS)
             if self.on_step is not None:
-                self.on_step(self.matrix.products, converged)
-            at = Position(block, norm, least, converged, next_check, self.restarts, patience)
-            self.journal.save(basis, projected, at)
+                self.on_step(self.matrix.products, at.converged)
+            if self.journal is not None:
+                self.journal.save(basis, projected, block, asdict(at))
             if self.is_over is not None and self.is_over():
                 ritz = projected.ritz()
-                converged = min(ritz.leading(_MARGIN * self.tolerance), rank)
+                converged = min(ritz.leading(aim), rank)
                 if converged:
                     self.is_stopped = True
-                    self.journal.save(basis, projected, at, at_once=True)
+                    if self.journal is not None:
+                        self.journal.save(basis, projected, block, asdict(at), at_once=True)
                     if followed is not None:
                         converged = followed.fewest(ritz, converged) or converged
-                    return found_pairs(basis, ritz, converged, least, self.tolerance)
-            del at
+                    return _found_pairs(basis, ritz, converged, at.least, self.tolerance)
+
+
+def _to_keep(size: int, rank: int, smallest: int, block_size: int) -> Tensor:
+    """Choose which of `size` ascending Ritz pairs to keep: those wanted, and a third of the rest.
+
+    What is kept beyond the wanted pairs need not be found again; what is not leaves room.
+    """
+    rest = size - rank - smallest
+    spare = max(0, min(rest // 3, rest - 2 * block_size))
+    below = smallest + spare // 2 if smallest else 0
+    above = rank + smallest + spare - below
+    return torch.cat([torch.arange(below), torch.arange(size - above, size)])
+
+
+def _found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: float) -> EigenPairs:
+    """Return the `rank` largest Ritz pairs, and those of the lower end that are known as well.
+
+    Their vectors take the place of the basis.
+    """
+    values = ritz.values.flip(0)[:rank]
+    basis.keep(ritz.coordinates.flip(1)[:, :rank])
+    rest = len(ritz.values) - len(values)
+    lower, lower_residuals = ritz.values[:rest], ritz.residuals[:rest]
+    known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
+    vectors = basis.take()
+    device = vectors.device
+    return EigenPairs(
+        values.to(device),
+        vectors,
+        ritz.residuals.flip(0)[:rank].to(device),
+        lower[:known].to(device),
+        lower_residuals[:known].to(device),
+        {LEAST_RITZ: least},
+    )
 
 
 def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
     """Search outside the pairs for eigenvalues larger than the last, and insert them.
 
-    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue, so
-    further copies of a repeated one are only found by chance. A few steps from a random start,
-    orthogonal to the pairs, bring up what is well above them; Ritz values are lower bounds, so
-    what they show is there.
+    A Krylov space of b start vectors holds at most b vectors for each distinct eigenvalue. A few
+    steps from a random start, orthogonal to the pairs, bring up further copies of repeated ones;
+    Ritz values are lower bounds, so what they show is there.
     """
-    rank, journal = len(pairs), run.journal
-    run = replace(run, is_over=None)  # a few products, for pairs that are there in time
+    rank = len(pairs)
     beside = max(run.max_vectors - rank, _ROOM_FOR_ONE)  # the pairs are still there
+    # A few products each, for pairs that are there in time.
+    search = replace(run, max_vectors=beside, journal=None, is_over=None)
     while rank < run.matrix.shape[0]:
-        search = replace(run, max_vectors=beside)
-        if not journal.is_searching:
-            journal.save_found(pairs, run.restarts)
-            if not _shows_more_than(pairs, search):
-                return pairs
-        pairs = insert(pairs, search.largest(1, 1, locked=pairs.vectors))
-        journal.copies += 1
+        if run.journal is not None:
+            run.journal.save_found(pairs, run.restarts)
+        if not _shows_more_than(pairs, search):
+            return pairs
+        pairs = _insert(pairs, search.largest(1, 1, locked=pairs.vectors))
     return pairs
+
+
+def _insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
+    """Insert one more pair in order and drop the last. The vectors move in place."""
+    rank = len(pairs)
+    position = int((pairs.values >= missed.values).sum())
+    for row in range(rank - 1, position, -1):
+        pairs.vectors[row] = pairs.vectors[row - 1]
+    if position < rank:
+        pairs.vectors[position] = missed.vectors[0]
+    values, residuals = (
+        torch.cat([own[:position], new, own[position:]])[:rank]
+        for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
+    )
+    return replace(pairs, values=values, residuals=residuals)
 
 
 def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
@@ -279,8 +362,7 @@ def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
     rest = run.matrix.shape[0] - len(pairs)
     steps = rest if rest <= _SMALL_REST else _GUARD_PRODUCTS
     limit = run.matrix.products + min(steps, room)
-    unsaved = Journal(None, run.matrix, run.generator)
-    probe = replace(run, max_products=limit, on_step=None, journal=unsaved)
+    probe = replace(run, max_products=limit, on_step=None)
     top = probe.largest(1, 1, locked=pairs.vectors).values[0]
     slack = 10 * run.tolerance * float(residual_scale(pairs.values)[-1])
     return float(top) > float(pairs.values[-1]) + slack
@@ -298,8 +380,8 @@ def arpack(
     """Compute the `rank` algebraically largest eigenpairs by `scipy.sparse.linalg.eigsh`.
 
     ARPACK's own test is relative to each eigenvalue; the residuals returned are measured with
-    `rank` further products. Copies of repeated eigenvalues, which its start vector cannot see, are
-    looked for as `lanczos` does. Arguments as for `lanczos`. The rank must be below P.
+    `rank` further products. Copies of repeated eigenvalues are searched as by `lanczos`. Arguments
+    as for `lanczos`; the rank must be below P.
     """
     try:
         from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
@@ -307,7 +389,7 @@ def arpack(
         raise MissingDependencyError(
             "solver 'arpack' needs SciPy: pip install 'deltabars[scipy]'."
         ) from error
-    matrix = as_products(operator)
+    matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
     if rank >= size:
@@ -323,17 +405,16 @@ def arpack(
             on_step(matrix.products, 0)
         return image.reshape(-1).cpu().numpy()
 
-    kind = torch.empty(0, dtype=matrix.dtype).numpy().dtype
     generator = torch.Generator().manual_seed(seed)
-    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype)
+    start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype).numpy()[0]
     steps = min(size, max(2 * rank + 1, 20))
     restarts = None if max_products is None else max(1, max_products // (steps - rank))
     try:
         values, columns = eigsh(
-            LinearOperator(matrix.shape, matvec=matvec, dtype=kind),
+            LinearOperator(matrix.shape, matvec=matvec, dtype=start.dtype),
             k=rank,
             which="LA",
-            v0=start.reshape(-1).numpy(),
+            v0=start,
             tol=limit,
             ncv=steps,
             maxiter=restarts,
@@ -345,20 +426,13 @@ def arpack(
         ) from error
     except ArpackError as error:
         raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error
-    ascending = torch.from_numpy(values).to(matrix.device, torch.float64)
-    largest = ascending.flip(0).contiguous()
+    largest = torch.from_numpy(values).to(matrix.device, torch.float64).flip(0)
     vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()
     norms = (matrix.matmat(vectors).double() - largest[:, None] * vectors.double()).norm(dim=1)
     pairs = EigenPairs(largest, vectors, norms / residual_scale(largest))
-    budget = 2**62 if max_products is None else max_products
-    run = Run(matrix, generator, limit, budget, size, None, Journal(None, matrix, generator))
+    run = Run(matrix, generator, limit, max_products or _NO_LIMIT, size)
     pairs = with_missed_copies(run, pairs)
-    statistics: dict[str, int | float | str] = {
-        "solver": "arpack",
-        "products": matrix.products,
-        "converged": rank,
-        "tolerance": limit,
-    }
-    pairs = replace(pairs, statistics=statistics)
+    counts = {"products": matrix.products, "converged": rank, "tolerance": limit}
+    pairs = replace(pairs, statistics={"solver": "arpack", **counts})
     warn_unconverged(pairs, 10 * limit)  # ARPACK's test and ours differ by the rounding of A
     return pairs

@@ -1,6 +1,6 @@
 """Matrices as products with rows, and their eigenpairs: how good they are, and how they were found.
 
-A solver takes any matrix that `as_products` takes and returns `EigenPairs`. `audit` measures these
+A solver takes any matrix that `Products` takes and returns `EigenPairs`. `audit` measures these
 against the matrix itself.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, ConvergenceWarning, option, warn
+from deltabars.errors import BadValueError, ConvergenceWarning, SpectrumWarning, option, warn
 from deltabars.runtime.vectors import Space, Spaces, first
 
 OnStep = Callable[[int, int], None]  # (products so far, pairs converged)
@@ -31,6 +31,7 @@ PRODUCT_ROUNDING = "product_rounding"
 SKEW = "orthogonality_norm"
 
 _SHARE_OF_L2 = 1e-3
+_LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
 # Units in the last place, of what is not known of a file's pairs: ‖A‖, and QQᵀ.
 _USUAL_PRODUCT, _USUAL_SKEW = 16, 8
 
@@ -40,27 +41,50 @@ _ROUNDING = 100  # units in the last place of ‖A‖ that a product with a long
 
 
 class Products:
-    """Count the products with a matrix that is given by a function of rows."""
+    """A symmetric matrix as products with rows, which are counted.
 
-    def __init__(
-        self,
-        size: int,
-        function: Callable[[Tensor], Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-        space: Space | None = None,
-    ) -> None:
-        self.space = space or Space(size)
-        self.shape = (size, size)
-        self.device = device
-        self.dtype = dtype
+    Args:
+        matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
+            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
+            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
+            are float64 on the CPU. One with a `space` works on the columns of this process.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        shape = tuple(getattr(matrix, "shape", ()))
+        if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+            raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
+        single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
+        self.dtype = torch.float32 if single else torch.float64
+        own = getattr(matrix, "device", None)
+        self.device = own if isinstance(own, torch.device) else torch.device("cpu")
+        self.shape = (int(shape[0]), int(shape[0]))
+        self.space: Space = getattr(matrix, "space", None) or Space(self.shape[0])
         self.products = 0
-        self._function = function
+        self._function = self._row_function(matrix)
 
     def matmat(self, vectors: Tensor) -> Tensor:
-        self.products += vectors.shape[0]
-        result = self._function(vectors)
-        return check_finite(result)
+        """Return the products with rows (b, p)."""
+        self.products += len(vectors)
+        return check_finite(self._function(vectors))
+
+    def _row_function(self, matrix: Any) -> Callable[[Tensor], Tensor]:
+        if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
+            fixed = torch.as_tensor(matrix).detach().to(self.device, self.dtype)
+            return lambda rows: rows @ fixed.T
+        if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
+            return lambda rows: (
+                torch.as_tensor(matrix @ rows.T.cpu().numpy())
+                .T.to(self.device, self.dtype)
+                .contiguous()
+            )
+        if hasattr(matrix, "matmat"):
+            return lambda rows: matrix.matmat(rows)
+        if hasattr(matrix, "__matmul__"):
+            return lambda rows: (matrix @ rows.T).T.contiguous()
+        raise BadValueError(
+            f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
+        )
 
 
 def check_finite(products: Tensor) -> Tensor:
@@ -73,45 +97,6 @@ def check_finite(products: Tensor) -> Tensor:
             f"{'' if products.dtype == torch.float64 else wider}."
         )
     return products
-
-
-def as_products(matrix: Any) -> Products:
-    """Wrap any symmetric matrix as products with rows.
-
-    Args:
-        matrix: a tensor or array (P, P); an object with `shape` and `matmat` (rows); a SciPy
-            LinearOperator or sparse matrix; or an object with `shape` and `@` on columns (a
-            curvlinops operator). Its `dtype` and `device` are those of the vectors; without, they
-            are float64 on the CPU. One with a `space` works on the columns of this process.
-    """
-    shape = tuple(getattr(matrix, "shape", ()))
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise BadValueError(f"Matrix: expected a square one, got shape {shape}.")
-    single = str(getattr(matrix, "dtype", "")).endswith(("float32", "float16"))
-    dtype = torch.float32 if single else torch.float64
-    own = getattr(matrix, "device", None)
-    device = own if isinstance(own, torch.device) else torch.device("cpu")
-    function = _row_function(matrix, device, dtype)
-    return Products(int(shape[0]), function, device, dtype, getattr(matrix, "space", None))
-
-
-def _row_function(
-    matrix: Any, device: torch.device, dtype: torch.dtype
-) -> Callable[[Tensor], Tensor]:
-    if isinstance(matrix, Tensor) or hasattr(matrix, "__array__"):
-        fixed = torch.as_tensor(matrix).detach().to(device, dtype)
-        return lambda rows: rows @ fixed.T
-    if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
-        return lambda rows: (
-            torch.as_tensor(matrix @ rows.T.cpu().numpy()).T.to(device, dtype).contiguous()
-        )
-    if hasattr(matrix, "matmat"):
-        return lambda rows: matrix.matmat(rows)
-    if hasattr(matrix, "__matmul__"):
-        return lambda rows: (matrix @ rows.T).T.contiguous()
-    raise BadValueError(
-        f"Matrix: expected an object with matmat or @, got {type(matrix).__name__}."
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,17 +174,12 @@ class EigenPairs:
         whole = len(self.values) + len(self.smallest) == self.vectors.shape[1]
         return self.least if whole else None
 
-    def shifted(self, shift: float) -> EigenPairs:
-        """Return the eigenpairs of A + shift·I: the same vectors, the values moved."""
-        return self.mapped(1.0, shift)
-
     def mapped(self, factor: float, shift: float) -> EigenPairs:
         """Return the eigenpairs of factor·A + shift·I, factor > 0."""
         values = factor * self.values + shift
         smallest = factor * self.smallest + shift
-        before, after = residual_scale(self.values), residual_scale(values)
-        ends = self.values[:1].expand_as(self.smallest)
-        lower = lower_scale(self.smallest, ends) / lower_scale(smallest, factor * ends + shift)
+        scale = residual_scale(self.values), residual_scale(values)
+        lower = residual_scale(self.smallest, self.values[:1]), residual_scale(smallest, values[:1])
         statistics = dict(self.statistics)
         if LEAST_RITZ in statistics:
             statistics[LEAST_RITZ] = factor * float(statistics[LEAST_RITZ]) + shift
@@ -208,18 +188,19 @@ class EigenPairs:
         return replace(
             self,
             values=values,
-            residuals=factor * (self.residuals * before / after),
+            residuals=factor * (self.residuals * scale[0] / scale[1]),
             smallest=smallest,
-            smallest_residuals=factor * (self.smallest_residuals * lower),
+            smallest_residuals=factor * (self.smallest_residuals * (lower[0] / lower[1])),
             statistics=statistics,
         )
 
     def first(self, count: int) -> EigenPairs:
         """Return the `count` largest pairs; the values of the others go to `smallest`."""
+        vectors = first(self.vectors, count)
         return replace(
             self,
             values=self.values[:count],
-            vectors=_first(self.vectors, count),
+            vectors=vectors.clone() if isinstance(vectors, Tensor) else vectors,
             residuals=self.residuals[:count],
             smallest=torch.cat([self.smallest, self.values[count:].flip(0)]),
             smallest_residuals=torch.cat([self.smallest_residuals, self.residuals[count:].flip(0)]),
@@ -227,19 +208,9 @@ class EigenPairs:
 
     def to(self, device: torch.device | str) -> EigenPairs:
         """Move the pairs to a device."""
-        return replace(
-            self,
-            values=self.values.to(device),
-            vectors=self.vectors.to(device),
-            residuals=self.residuals.to(device),
-            smallest=self.smallest.to(device),
-            smallest_residuals=self.smallest_residuals.to(device),
-        )
-
-
-def _first(vectors: Any, count: int) -> Any:
-    found = first(vectors, count)
-    return found.clone() if isinstance(found, Tensor) else found
+        tensors = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in tensors}
+        return replace(self, **moved)
 
 
 def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
@@ -254,50 +225,44 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
     if indices is None:
         return pairs
     count, others = len(pairs), space.size - len(indices)
-    first = int((pairs.values >= elsewhere).sum())
-    units = min(count - first, others)  # they come before eigenvalues that are lower
-    last = count - first - units
+    free = torch.ones(space.size, dtype=torch.bool, device=indices.device)
+    free[indices] = False
+    spots = (free.nonzero()[:count, 0] - space.own.start).tolist()
+    units = pairs.values.new_full((len(spots),), elsewhere)
+    values, order = torch.cat([pairs.values, units]).sort(descending=True, stable=True)
+    order = order[:count]
     vectors = pairs.vectors.new_zeros(count, space.width)
-    vectors[:first, here] = pairs.vectors[:first]
-    vectors[first + units :, here] = pairs.vectors[first : first + last]
-    if units:
-        free = torch.ones(space.size, dtype=torch.bool, device=indices.device)
-        free[indices] = False
-        spots = free.nonzero()[:units, 0] - space.own.start
-        mine = ((spots >= 0) & (spots < space.width)).nonzero()[:, 0]
-        vectors[first + mine, spots[mine]] = 1.0
-
-    def with_units(old: Tensor, new: float) -> Tensor:
-        return torch.cat([old[:first], old.new_full((units,), new), old[first : first + last]])
-
-    copies = pairs.smallest.new_full((min(others, len(pairs.smallest)),), elsewhere)
-    lower, order = torch.cat([pairs.smallest, copies]).sort(stable=True)
-    exact = torch.cat([pairs.smallest_residuals, torch.zeros_like(copies)])[order]
+    for row, source in enumerate(order.tolist()):
+        if source < count:
+            vectors[row, here] = pairs.vectors[source]
+        elif 0 <= spots[source - count] < space.width:
+            vectors[row, spots[source - count]] = 1.0
+    known = len(pairs.smallest)
+    copies = pairs.smallest.new_full((min(others, known),), elsewhere)
+    lower, rising = torch.cat([pairs.smallest, copies]).sort(stable=True)
     statistics = dict(pairs.statistics)
     if LEAST_RITZ in statistics:
         statistics[LEAST_RITZ] = min(float(statistics[LEAST_RITZ]), elsewhere)
     return EigenPairs(
-        with_units(pairs.values, elsewhere),
+        values[:count],
         vectors,
-        with_units(pairs.residuals, 0.0),
-        lower[: len(pairs.smallest)],
-        exact[: len(pairs.smallest)],
+        torch.cat([pairs.residuals, torch.zeros_like(units)])[order],
+        lower[:known],
+        torch.cat([pairs.smallest_residuals, torch.zeros_like(copies)])[rising[:known]],
         statistics,
     )
 
 
-def residual_scale(values: Tensor) -> Tensor:
-    """Return the scale of residual norms: max(λ, 1), or max(λ, λ₁) where λ₁ is below 1.
+def residual_scale(values: Tensor, largest: Tensor | None = None) -> Tensor:
+    """Return the scale of residual norms: max(|λ|, 1), or max(|λ|, |λ₁|) where that is below 1.
 
     Against a plain max(λ, 1) this keeps a tolerance meaningful for matrices of small norm.
+
+    Args:
+        largest: λ₁, (1,); the first of the values by default.
     """
-    return lower_scale(values, values[:1].expand_as(values))
-
-
-def lower_scale(values: Tensor, largest: Tensor) -> Tensor:
-    """Return `residual_scale` for values that do not hold the largest one themselves."""
-    tiny = torch.finfo(values.dtype).tiny
-    return torch.maximum(values.abs(), largest.abs().clamp(max=1.0)).clamp(min=tiny)
+    top = (values[:1] if largest is None else largest).abs().clamp(max=1.0)
+    return torch.maximum(values.abs(), top).clamp(min=torch.finfo(values.dtype).tiny)
 
 
 def check_rank(rank: int, size: int) -> None:
@@ -320,10 +285,9 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 
 def residual_tolerance(dtype: torch.dtype, l2: float) -> float:
-    """Return the residual to reach where eigenvalues count beside λ = `l2`.
+    """Return the residual to reach where eigenvalues count beside λ = `l2`: a thousandth of λ.
 
-    A thousandth of λ, at least what the type of the products can resolve, at most the default.
-    (Intervals count what remains, see `covariance.Defects`.)
+    At least what the type of the products can resolve, at most the default.
     """
     least = 2 * torch.finfo(dtype).eps
     return max(least, min(default_tolerance(dtype), _SHARE_OF_L2 * l2))
@@ -351,10 +315,63 @@ def warn_unconverged(pairs: EigenPairs, tolerance: float) -> None:
         )
 
 
+def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool = False) -> None:
+    """Warn where eigenvalues of the named matrix cannot serve a covariance, or void its bound.
+
+    Products are right to eps·‖A‖, an eigenvalue λ to eps·‖A‖/λ of itself, and error bars in its
+    direction to about as much.
+
+    Args:
+        was_moved: whether the pairs were solved at another λ than `l2`.
+    """
+    values, dtype = pairs.values, pairs.vectors.dtype
+    if was_moved:
+        residuals, positive = pairs.residual_norms, values > 0
+        left = float((residuals[positive].square() / values[positive]).sum() / l2) ** 0.5
+        if left > _LOST:
+            warn(
+                f"Expected residuals of the {name} that are small beside λ = {l2:g}, got up to "
+                f"{float(residuals.max()):.2g}, which widens intervals by up to "
+                f"{min(left, 1.0):.0%}. The pairs were solved for another λ: fit at this l2.",
+                SpectrumWarning,
+            )
+    eps = torch.finfo(dtype).eps
+    lost = eps * float(values[0].abs()) / l2
+    if lost > _LOST:
+        wider = f"Use {option('dtype', torch.float64)}"
+        advice = wider if dtype != torch.float64 else "Scale the inputs"
+        warn(
+            f"Expected a largest eigenvalue of the {name} of at most {_LOST / eps:.1g}·λ, which "
+            f"{dtype} can tell λ from, got {float(values[0]):.3g} for λ = {l2:g}: rounding can "
+            f"move error bars by up to {min(lost, 1.0):.0%}, which widens their intervals. "
+            f"{advice}, or a larger l2.",
+            SpectrumWarning,
+        )
+    negative = int((values <= 0).sum())
+    below = int((values < l2 * (1 - 1e-6)).sum())
+    if negative:
+        warn(
+            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
+            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail; "
+            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
+            SpectrumWarning,
+        )
+    elif below and len(values) < pairs.vectors.shape[1]:
+        warn(
+            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
+            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
+            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
+            SpectrumWarning,
+        )
+
+
 def audit(
     matmat: Callable[[Tensor], Tensor], space: Space, pairs: EigenPairs, seed: int = 0
 ) -> dict[str, float]:
     """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
+
+    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
+    its mean square is the sum of theirs.
 
     Args:
         matmat: products of the matrix with rows (b, p) of the own columns.
@@ -362,15 +379,10 @@ def audit(
         pairs: with vectors (K, p).
         seed: of the signs.
 
-    For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
-    its mean square is the sum of theirs.
-
     Returns:
-        `orthogonality`, the largest entry of |QQᵀ − I|, and `orthogonality_norm`, its norm;
-        `product_rounding`, what rounding in products may add to ‖Aq − λq‖; `residual_rms`, the
-        root mean square of that; `largest_residual` as the solver reported it; and the limits of
-        orthogonality and `residual_rms`, `orthogonality_limit` and `residual_limit`: some times
-        what the solver promised, and the rounding of a product.
+        `orthogonality`, the largest entry of |QQᵀ − I|; `orthogonality_norm`; what rounding may add
+        to ‖Aq − λq‖, `product_rounding`; its root mean square, `residual_rms`; the solver's
+        `largest_residual`; and limits: some times what it promised, and the rounding of a product.
     """
     vectors = pairs.vectors
     gram = space.inner(vectors, vectors)
@@ -378,21 +390,20 @@ def audit(
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (len(pairs),), generator=generator) * 2.0 - 1.0
     signs = signs.to(vectors.device, vectors.dtype)
-    image = matmat((signs @ vectors)[None])[0]
-    rest = image - (signs * pairs.values.to(vectors.dtype)) @ vectors
+    rest = matmat((signs @ vectors)[None])[0] - (signs * pairs.values.to(vectors.dtype)) @ vectors
     usual = default_tolerance(vectors.dtype)
     tolerance = max(usual, float(pairs.statistics.get("tolerance", usual)))
     promised = pairs.residuals.clamp(min=tolerance) * residual_scale(pairs.values)
     norm = max(abs(float(pairs.values[0])), abs(pairs.least))
     rms = float(space.inner(rest[None], rest[None])) ** 0.5 / len(pairs) ** 0.5
     known = float((pairs.residuals * residual_scale(pairs.values)).square().mean().sqrt())
-    own = torch.finfo(vectors.dtype).eps
+    own, finite = torch.finfo(vectors.dtype).eps, bool(gram.isfinite().all())
     # Models may have parts of their own in float32, such as norms of Hugging Face's.
     rounding = max(_ROUNDING * own, torch.finfo(torch.float32).eps) * norm
     return {
         "orthogonality": float(gram.abs().max()),
         "orthogonality_limit": _FAR * usual,
-        SKEW: _norm(gram.cpu()),
+        SKEW: float(torch.linalg.eigvalsh(gram.cpu()).abs().max()) if finite else math.nan,
         PRODUCT_ROUNDING: _USUAL * own * norm + _TIMES * max(0.0, rms - known),
         "residual_rms": rms,
         "residual_limit": _FAR * float(promised.square().mean().sqrt()) + rounding,
@@ -400,19 +411,8 @@ def audit(
     }
 
 
-def _norm(gram: Tensor) -> float:
-    """‖·‖₂ of a symmetric matrix; NaN where a number in it is."""
-    finite = bool(gram.isfinite().all())
-    return float(torch.linalg.eigvalsh(gram).abs().max()) if finite else float("nan")
-
-
 def warn_of_audit(name: str, found: dict[str, float]) -> None:
-    """Warn where pairs are far from what their solver promised.
-
-    Args:
-        name: of the matrix.
-        found: as `audit` returns it.
-    """
+    """Warn where pairs of the named matrix are far from what their solver promised."""
     if not found["orthogonality"] <= found["orthogonality_limit"]:
         warn(
             f"Eigenvectors of the {name}: expected orthonormal ones, to "

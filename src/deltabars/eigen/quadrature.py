@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +62,8 @@ def enclose_inverse_forms(
         max_products: with A; the intervals hold whether they are narrow enough by then or not.
         norm: ‖A‖, to which products are rounded; A is a sum of outer products of rounded rows.
 
-    Cost: a product each step, all rows at once; with the K largest eigenvalues in the
-    preconditioner about √(λ_K/λ)·log(1/tolerance) steps. Memory: five times that of the rows.
+    Cost: a product a step, all rows at once; with the K largest eigenvalues in the preconditioner
+    about √(λ_K/λ)·log(1/tolerance) steps. Memory: five times that of the rows.
     """
     run = _Run(matmat, rows, floor, precondition, norm)
     for _ in range(_ROUNDS):
@@ -80,78 +79,77 @@ def _half_width(low: Tensor, high: Tensor) -> Tensor:
     """Of [√low, √high], relative to the middle; zero for a row of zeros."""
     lower, upper = low.clamp(min=0).sqrt(), high.clamp(min=0).sqrt()
     total = lower + upper
-    return torch.where(total > 0, (upper - lower) / total, torch.zeros_like(total))
+    return torch.where(total > 0, (upper - lower) / total, 0.0)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
     return (one * other).sum(-1, dtype=torch.float64)
 
 
-@dataclass
 class _Run:
-    matmat: Callable[[Tensor], Tensor]
-    rows: Tensor  # f
-    floor: float
-    precondition: Callable[[Tensor], Tensor]
-    norm: float = 0.0
-    products: int = 0
+    """Solutions x of Ax = f, and their residuals r."""
 
-    def __post_init__(self) -> None:
-        self.solution = self.precondition(self.rows).clone()  # x
-        self.residual = self.rows - self._product(self.solution)  # r
+    def __init__(
+        self,
+        matmat: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        floor: float,
+        precondition: Callable[[Tensor], Tensor],
+        norm: float,
+    ) -> None:
+        self._matmat, self._precondition = matmat, precondition
+        self._rows, self._floor, self._norm = rows, floor, norm
+        self.products = 0
+        self._solution = precondition(rows).clone()
+        self._residual = rows - self._product(self._solution)
 
     def _product(self, vectors: Tensor) -> Tensor:
         self.products += 1
-        return self.matmat(vectors)
+        return self._matmat(vectors)
 
     def iterate(self, tolerance: float, max_products: int) -> None:
         """Conjugate gradients on the rows whose interval is too wide, by their recurrences."""
-        places = torch.arange(len(self.rows), device=self.rows.device)
-        state: dict[str, Any] = {"x": self.solution, "r": self.residual, "f": self.rows}
-        state["p"] = self.precondition(self.residual)
-        state["rz"] = _dot(self.residual, state["p"])
+        indices = torch.arange(len(self._rows), device=self._rows.device)
+        x, r, f = self._solution, self._residual, self._rows
+        p = self._precondition(r)
+        rz = _dot(r, p)
         while self.products < max_products:
-            value = _dot(state["x"], state["f"] + state["r"])
-            rest = _dot(state["r"], state["r"]) / self.floor
-            wide = (_half_width(value, value + rest) > tolerance) & (state["rz"] > 0)
+            value = _dot(x, f + r)
+            wide = _half_width(value, value + _dot(r, r) / self._floor) > tolerance
+            wide &= rz > 0
             if not bool(wide.all()):
-                self.solution[places[~wide]] = state["x"][~wide]
-                places = places[wide]
-                state = {name: part[wide] for name, part in state.items()}
-            if not len(places):
+                self._solution[indices[~wide]] = x[~wide]
+                indices, x, r, f, p, rz = (part[wide] for part in (indices, x, r, f, p, rz))
+            if not len(indices):
                 return
-            self._step(state)
-        self.solution[places] = state["x"].clone()
-
-    def _step(self, state: dict[str, Tensor]) -> None:
-        image = self._product(state["p"])
-        length = (state["rz"] / _dot(state["p"], image)).to(image.dtype)[:, None]
-        state["x"] = state["x"] + length * state["p"]
-        state["r"] = state["r"] - length * image
-        z = self.precondition(state["r"])
-        before, state["rz"] = state["rz"], _dot(state["r"], z)
-        state["p"] = z + (state["rz"] / before).to(image.dtype)[:, None] * state["p"]
+            image = self._product(p)
+            length = (rz / _dot(p, image)).to(image.dtype)[:, None]
+            x, r = x + length * p, r - length * image
+            z = self._precondition(r)
+            before, rz = rz, _dot(r, z)
+            p = z + (rz / before).to(image.dtype)[:, None] * p
+        self._solution[indices] = x.clone()
 
     def enclose(self) -> tuple[Tensor, Tensor]:
         """Return the interval from the present solution, with its true residual."""
-        self.residual = self.rows - self._product(self.solution)
-        image = self._product(self.residual)
-        square = _dot(self.residual, self.residual)  # ‖r‖²
-        value = _dot(self.solution, self.rows + self.residual)
+        x, floor, norm = self._solution, self._floor, self._norm
+        r = self._residual = self._rows - self._product(x)
+        image = self._product(r)
+        square, value = _dot(r, r), _dot(x, self._rows + r)
         some = square > 0
-        safe = torch.where(some, square, torch.ones_like(square))
-        alpha = (_dot(self.residual, image) / safe).clamp(min=self.floor)
+        safe = torch.where(some, square, 1.0)
+        alpha = (_dot(r, image) / safe).clamp(min=floor)
         beta = ((_dot(image, image) / safe) - alpha.square()).clamp(min=0)  # β²
         # Gauss: 1/α. Gauss-Radau with a node at the floor: T is [[α, β], [β, η]] with
         # η = floor + β²/(α − floor), and (T⁻¹)₁₁ = 1/(α − β²/η).
-        gap = alpha - self.floor
-        node = self.floor + torch.where(gap > 0, beta / gap.clamp(min=1e-300), torch.inf)
+        gap = alpha - floor
+        node = floor + torch.where(gap > 0, beta / gap.clamp(min=1e-300), torch.inf)
         above = alpha - torch.where(gap > 0, beta / node, gap)
-        upper = torch.where(some, square / above.clamp(min=self.floor), 0.0)
+        upper = torch.where(some, square / above.clamp(min=floor), 0.0)
         lower = torch.where(some, square / alpha, 0.0)
-        eps = torch.finfo(self.rows.dtype).eps
+        eps = torch.finfo(x.dtype).eps
         # A product with x is off by eps·‖A‖·‖x‖; rows, and f, change √(fᵀA⁻¹f) by eps·√(‖A‖/floor).
-        margin = _OF_ROWS * eps * (self.norm / self.floor) ** 0.5 * (value + upper).abs()
-        margin += _OF_PRODUCTS * eps * self.norm * _dot(self.solution, self.solution)
-        margin += least_tolerance(self.rows.dtype) * (value + upper).abs()
+        margin = _OF_ROWS * eps * (norm / floor) ** 0.5 * (value + upper).abs()
+        margin += _OF_PRODUCTS * eps * norm * _dot(x, x)
+        margin += least_tolerance(x.dtype) * (value + upper).abs()
         return (value + lower - margin).clamp(min=0), value + upper + margin

@@ -1,20 +1,20 @@
-"""Checkpoints of a fit: a folder with two alternating state files for each matrix.
+"""Checkpoints of a fit: a folder with one state file for each matrix and process.
 
-DIR/opg-0.safetensors, DIR/opg-1.safetensors       (one process)
-DIR/opg-0-of-4-rank-2.safetensors, …               (process 2 of 4 writes its own columns)
+DIR/opg.safetensors                                (one process)
+DIR/opg-of-4-rank-2.safetensors, …                 (process 2 of 4 writes its own columns)
 
-A file holds the state of a solver under way, or the eigenpairs that were found. It takes its place
-by a rename, so it is whole or it is not there. The newest state that all processes have is resumed,
-by as many processes as have written it. An identity refuses a folder of another fit.
+A file holds the state of a solver under way, or the eigenpairs that were found. It is written whole
+beside its place (`opg.new.safetensors`), which it takes by a rename once all processes have theirs.
+It is resumed by as many processes as have written it. An identity refuses a folder of another fit.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,28 +23,34 @@ from typing import Any
 
 import torch
 
-from deltabars.eigen.checkpoint import State
+from deltabars.eigen.basis import Growth
+from deltabars.eigen.checkpoint import OF_PAIRS, State, refuse_altered
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import (
     BadValueError,
     CheckpointMismatchError,
     CheckpointWarning,
     CorruptFileError,
-    FormatVersionError,
     StorageError,
+    warn,
 )
-from deltabars.fitting.growth import ProbeGrowth
-from deltabars.fitting.identity import check_same
+from deltabars.likelihoods.base import told_apart
+from deltabars.problem.problem import Problem
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import ran_out
 from deltabars.storage import format as storage
-from deltabars.storage.writing import check_parent, is_full_disk, locked, remove_left
+from deltabars.storage.writing import check_parent, locked, remove_left
 
+_FORMAT = 4  # of the states that solvers save
 _SECONDS = 60.0
 _MOST_OF_THE_TIME = 0.05  # that saving may take
-_OF_PAIRS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
-_FILE = re.compile(r"(hessian|opg|ggn)-[01](-of-(\d+)-rank-(\d+))?\.safetensors")
+_FILE = re.compile(r"(hessian|opg|ggn)(?:-of-(\d+)-rank-\d+)?(?:\.new)?\.safetensors")
 _OLD = re.compile(r"state-\d{8,16}\.safetensors")  # of version 0.5
+# They change last bits alone, or how far a fit comes in one call.
+_MAY_CHANGE = {"batch_size", "max_seconds"}
+_DIGESTS = ("probe", "params", "data", "weights")
+_MOST_NAMED = 4
+_SAME_LOSS = 1e-3  # relative: the same network on another device
 
 
 @dataclass(frozen=True)
@@ -71,49 +77,25 @@ Checkpoint = str | os.PathLike[str] | CheckpointFolder
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint | None, group: Group) -> Iterator[Session | None]:
-    """Open a checkpoint folder, locked by the first process; None without a checkpoint."""
-    if checkpoint is None:
-        yield None
-        return
+def opened(checkpoint: Checkpoint, group: Group) -> Iterator[Session]:
+    """Open a checkpoint folder, locked by the first process."""
     given = checkpoint
     if not isinstance(given, CheckpointFolder):
         given = CheckpointFolder(given)
+    folder = Path(given.path)
     with ExitStack() as stack:
-        problem = None
         if group.is_first:
+            check_parent(folder, "checkpoint")
             try:
-                _prepare(Path(given.path), stack)
-            except StorageError as error:
-                if not is_full_disk(error.__cause__):
-                    raise
-                problem = str(error).rstrip(".")
-        problem = group.broadcast_object(problem)
-        if problem is not None:
-            warnings.warn(
-                f"{problem}; the fit continues without a checkpoint.",
-                CheckpointWarning,
-                stacklevel=4,
-            )
-        yield Session(Path(given.path), given.seconds, group) if problem is None else None
-
-
-def _prepare(folder: Path, stack: ExitStack) -> None:
-    if not folder.is_dir():
-        check_parent(folder, "checkpoint")
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
-            ) from error
-    stack.enter_context(locked(folder))
-    remove_left(folder)
-    if any(_OLD.fullmatch(path.name) for path in folder.iterdir()):
-        raise CheckpointMismatchError(
-            f"checkpoint: expected one of this version, got {folder}, which version 0.5 wrote. "
-            "Finish that fit with 0.5, or give another folder."
-        )
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
+                ) from error
+            stack.enter_context(locked(folder))
+            remove_left(folder)
+        group.broadcast_object(None)  # the folder is there
+        yield Session(folder, given.seconds, group)
 
 
 class Session:
@@ -121,56 +103,53 @@ class Session:
 
     Attributes:
         memory_budget: of the fit that is resumed, in bytes; None for a new one.
-        written: bytes that this process has written.
+        headers: of the states of this process that can be read, by file.
     """
 
     def __init__(self, folder: Path, seconds: float, group: Group) -> None:
-        self.group, self.written = group, 0
-        self._folder, self._seconds = folder, seconds
+        self.group, self._folder, self._seconds = group, folder, seconds
         self._ending = "" if group.size == 1 else f"-of-{group.size}-rank-{group.rank}"
         self._identity: Mapping[str, Any] = {}
         self._cost, self._saved_at, self._has_warned = 0.0, time.monotonic(), False
-        self.memory_budget: int | None = None
-        for path in sorted(folder.iterdir()) if group.is_first else ():
+        self.headers: dict[Path, Mapping[str, Any]] = {}
+        budget = None
+        for path in sorted(folder.iterdir()):
             match = _FILE.fullmatch(path.name)
-            if match is None:
-                continue
-            processes = int(match[3] or 1)
-            if processes != group.size:
+            if _OLD.fullmatch(path.name):
+                raise CheckpointMismatchError(
+                    f"checkpoint: expected one of this version, got {folder}, which version 0.5 "
+                    "wrote. Finish that fit with 0.5, or give another folder."
+                )
+            if match is not None and int(match[2] or 1) != group.size:
                 raise CheckpointMismatchError(
                     f"checkpoint: expected states of {group.size} processes, got {path}, of "
-                    f"{processes}. Start as many, or give another folder."
+                    f"{match[2] or 1}. Start as many, or give another folder."
                 )
-            with suppress(StorageError):
-                budget = storage.read_header(path).get("memory_budget")
-                self.memory_budget = budget if isinstance(budget, int) and budget > 0 else None
-        self.memory_budget = group.broadcast_object(self.memory_budget)
+            if match is not None and path in self.paths(match[1]):
+                with suppress(CorruptFileError):  # a warning follows when it is resumed
+                    header = storage.read_header(path)
+                    own = header.get("file") == self.paths(match[1])[0].name
+                    if own and isinstance(header.get("number"), int):
+                        self.headers[path], budget = header, header.get("memory_budget")
+        whole = isinstance(budget, int) and budget > 0
+        self.memory_budget: int | None = group.broadcast_object(budget if whole else None)
 
     def begin(self, identity: Mapping[str, Any], memory_budget: int) -> None:
-        """Compare every state in the folder with this fit.
-
-        Raises:
-            CheckpointMismatchError: one is of another; the message names what differs.
-        """
-        self._identity, self.memory_budget = identity, memory_budget
-        for path in self._folder.iterdir():
-            if _FILE.fullmatch(path.name) and path.stem.endswith(self._ending):
-                try:
-                    header = storage.read_header(path)
-                except FormatVersionError:
-                    raise
-                except StorageError:
-                    continue  # a warning follows when it is resumed
-                check_same(header.get("identity") or {}, identity)
+        """Refuse states of another fit, with the names of what differs."""
+        self._identity = json.loads(json.dumps(identity))  # as it is read: lists for tuples
+        self.memory_budget = memory_budget
+        for header in self.headers.values():
+            _check_same(header.get("identity") or {}, self._identity)
         self._saved_at = time.monotonic()
 
     def of(self, matrix: str) -> MatrixCheckpoint:
         """Return the checkpoint of one matrix's eigenpairs."""
         return MatrixCheckpoint(self, matrix)
 
-    def path(self, matrix: str, number: int) -> Path:
-        """Return the file of a state: each second one takes the place of the one before."""
-        return self._folder / f"{matrix}-{number % 2}{self._ending}.safetensors"
+    def paths(self, matrix: str) -> tuple[Path, Path]:
+        """Return the file of a state, and the new one that is to take its place."""
+        stem = f"{matrix}{self._ending}"
+        return self._folder / f"{stem}.safetensors", self._folder / f"{stem}.new.safetensors"
 
     def is_due(self) -> bool:
         """Return whether it is time to save."""
@@ -178,31 +157,35 @@ class Session:
         due = time.monotonic() - self._saved_at >= pause
         return bool(self.group.broadcast_object(due))
 
-    def write(self, path: Path, header: Mapping[str, Any], state: State) -> None:
-        """Write a state; warn once where that fails."""
-        began = time.monotonic()
+    def write(self, matrix: str, header: Mapping[str, Any], state: State) -> None:
+        """Write a state, in all processes or in none; warn once where that fails."""
+        began, (path, new), problem = time.monotonic(), self.paths(matrix), ""
         content = {
             **header,
-            "kind": "checkpoint",
+            "file": path.name,  # its content under another name is refused
             "identity": self._identity,
             "memory_budget": self.memory_budget,
             "numbers": dict(state.numbers),
         }
         try:
-            storage.write(path, content, state.tensors)
-            self.written += path.stat().st_size
+            storage.write(new, content, state.tensors)
         except (StorageError, OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, StorageError | OSError) and not ran_out(error):
                 raise
+            problem = str(error).rstrip(".")
+        problem = next(filter(None, self.group.gather_objects(problem)), "")
+        if not problem:
+            os.replace(new, path)
+        else:
+            new.unlink(missing_ok=True)
             if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"checkpoint: expected to save the state of the fit, got an error "
-                    f"({str(error).rstrip('.')}); the fit continues and tries again later. What "
-                    "was saved before is still there.",
+                warn(
+                    f"checkpoint: expected to save the state of the fit, got an error ({problem}); "
+                    "the fit continues and tries again later. What was saved before is still "
+                    "there.",
                     CheckpointWarning,
-                    stacklevel=2,
                 )
+            self._has_warned = True
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
 
@@ -224,71 +207,104 @@ class MatrixCheckpoint:
         """Return whether it is time to save."""
         return self._session.is_due()
 
-    def save(self, state: State) -> None:
+    def save(self, state: State, *, finished: bool = False) -> None:
         """Save the state of its solver."""
-        self._save({"finished": False}, state)
+        self._number += 1
+        header = {"finished": finished, "number": self._number}
+        self._session.write(self._matrix, header, state)
 
     def finished(
-        self, device: torch.device, growth: ProbeGrowth | None
+        self, device: torch.device, growth: Growth | None
     ) -> tuple[EigenPairs, dict[str, Any]] | None:
         """Return its eigenpairs and their diagnostics, where they were found."""
         if self._state is None or not self._header.get("finished"):
             return None
         tensors, numbers, self._state = self._state.tensors, self._state.numbers, None
-        try:
+        with refuse_altered():
             if growth is not None:
                 growth.look_back(tensors["growth"])
-            parts = {name: tensors[name].to(device) for name in _OF_PAIRS}
+            parts = {name: tensors[name].to(device) for name in OF_PAIRS}
             pairs = EigenPairs(statistics=numbers["statistics"], **parts)
-            if len(pairs.vectors) != len(pairs.values):
-                raise ValueError("another number of eigenvectors")
             return pairs, dict(numbers["diagnostics"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(
-                f"checkpoint: expected the eigenpairs of the {self._matrix}, got a file that is "
-                f"altered ({error}). Remove the folder, or give another."
-            ) from error
 
     def finish(
-        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: ProbeGrowth | None
+        self, pairs: EigenPairs, diagnostics: Mapping[str, Any], growth: Growth | None
     ) -> None:
         """Save its eigenpairs in place of all states."""
-        tensors = {name: getattr(pairs, name) for name in _OF_PAIRS}
+        tensors = {name: getattr(pairs, name) for name in OF_PAIRS}
         if growth is not None:
             tensors["growth"] = growth.looked()
         numbers = {"statistics": dict(pairs.statistics), "diagnostics": dict(diagnostics)}
-        self._save({"finished": True}, State(numbers, tensors))
-        if self._session.path(self._matrix, self._number).exists():
-            self._session.path(self._matrix, self._number + 1).unlink(missing_ok=True)
-
-    def _save(self, header: Mapping[str, Any], state: State) -> None:
-        self._number += 1
-        path = self._session.path(self._matrix, self._number)
-        self._session.write(path, {**header, "number": self._number}, state)
+        self.save(State(numbers, tensors), finished=True)
 
     def _newest(self) -> tuple[Mapping[str, Any], State | None]:
-        """Read the newest state that all processes have; warn where a newer one is altered."""
-        found: dict[int, tuple[Mapping[str, Any], State]] = {}
-        problem = ""
-        for path in (self._session.path(self._matrix, number) for number in (0, 1)):
-            if not path.exists():
-                continue
+        """Read the newest state that all processes have; warn where there is none that is whole."""
+        session, problem = self._session, ""
+        files = [path for path in session.paths(self._matrix) if path.exists()]
+        mine = {session.headers[p]["number"]: p for p in files if p in session.headers}
+        if not all(path in session.headers for path in files):
+            problem = "it cannot be read, or has the name of another"
+        everywhere = session.group.gather_objects(set(mine))
+        common = set.intersection(*everywhere)
+        found: tuple[Mapping[str, Any], State | None] = {}, None
+        if common:
             try:
-                header, tensors = storage.read(path)
-                found[int(header["number"])] = header, State(header["numbers"], tensors)
-            except FormatVersionError:
-                raise
-            except (StorageError, KeyError, TypeError, ValueError) as error:
+                header, tensors = storage.read(mine[max(common)])
+                found = header, State(header["numbers"], tensors)
+            except (StorageError, KeyError) as error:
                 problem = str(error).rstrip(".")
-        everywhere = self._session.group.gather_objects((set(found), problem))
-        problem = next((text for _, text in everywhere if text), "")
-        common = set.intersection(*(numbers for numbers, _ in everywhere))
+        elif set.union(*everywhere) - {1}:  # the first one may have been cut short
+            problem = problem or "the processes have states of different moments"
+        problem = next(filter(None, session.group.gather_objects(problem)), "")
         if problem:
-            start = "the state before" if common else "the beginning"
-            warnings.warn(
-                f"checkpoint: expected whole files, got one that is not ({problem}). Resuming from "
-                f"{start}.",
+            warn(
+                f"checkpoint: expected whole files, got one of the {self._matrix} that is not "
+                f"({problem}). Starting from the beginning.",
                 CheckpointWarning,
-                stacklevel=5,
             )
-        return found[max(common)] if common else ({}, None)
+            return {}, None
+        return found
+
+
+def identity_of(record: Mapping[str, Any], problem: Problem, probe: int | None) -> dict[str, Any]:
+    """Return what a checkpoint has to share with a fit, from its manifest and its probe's print.
+
+    The device, the batch size and the number of threads change last bits alone and are left out.
+    The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
+    """
+    options = {k: v for k, v in record["options"].items() if k not in _MAY_CHANGE}
+    return {
+        "format": _FORMAT,
+        **options,
+        "probe": None if probe is None else f"{probe:016x}",
+        "likelihood": told_apart(problem.likelihood),
+        "dtype": record["dtype"],
+        # None on a CPU, where it changes nothing.
+        "deterministic": options["deterministic"] if problem.device.type == "cuda" else None,
+        "examples": problem.num_examples,
+        "data": record["data"]["fingerprint"],
+        "weights": record["weights"],
+        # With other code than before, the same weights may be another network.
+        "mean_loss": problem.mean_loss,
+    }
+
+
+def _check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse the identity of another fit, with the names of what differs."""
+    different = []
+    for name in dict.fromkeys([*here, *there]):
+        was, now = there.get(name), here.get(name)
+        if name == "mean_loss" and isinstance(was, float) and isinstance(now, float):
+            same = math.isclose(was, now, rel_tol=_SAME_LOSS, abs_tol=1e-6)
+        else:  # from one device to another costs last bits in any case
+            same = was == now or (name == "deterministic" and None in (was, now))
+        both = name in _DIGESTS and was and now
+        if not same:
+            different.append(f"other {name}" if both else f"{name} was {was!r} and is {now!r}")
+    if different:
+        more = f"; and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+        raise CheckpointMismatchError(
+            "checkpoint: expected one of this fit, got one of another: "
+            f"{'; '.join(different[:_MOST_NAMED])}{more}. Give the options that fit was started "
+            "with, or another folder."
+        )

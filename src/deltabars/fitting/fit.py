@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import time
-import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
-from deltabars.covariance.tail import warn_about_spectrum
+from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs
-from deltabars.errors import DataWarning, ModelError, option
-from deltabars.fitting.checkpoints import Checkpoint, Session, opened
-from deltabars.fitting.describe import distance_from_optimum, interval_reach
+from deltabars.errors import DataWarning, ModelError, option, warn
+from deltabars.fitting.checkpoints import Checkpoint, Session, identity_of, opened
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe
-from deltabars.fitting.hyperparameters import with_settled_noise
-from deltabars.fitting.identity import identity_of, manifest
-from deltabars.fitting.options import Deadline, FitOptions
-from deltabars.fitting.solving import solve
-from deltabars.likelihoods.base import Likelihood
+from deltabars.fitting.solving import Deadline, Task, solve
+from deltabars.fitting.state import FitOptions, FittedState, off_optimum
+from deltabars.fitting.tuning import with_settled_noise
+from deltabars.likelihoods.base import Likelihood, Loss, described, is_own
 from deltabars.likelihoods.categorical import Categorical
-from deltabars.likelihoods.losses import Loss
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.parameters import LastLayer, Selection, plain_model
-from deltabars.problem.prior import L2Rates
+from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.problem.network import Behaviour
+from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
+from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
+from deltabars.runtime.vectors import ShardedVectors, products
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
     "hessian": HessianOperator,
@@ -77,57 +82,46 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). With a loss module for the
-            likelihood, that of the cost with its value in place of the mean loss. Or a mapping from
-            name patterns to the λs of their parameters, of which the last that matches counts:
-            `{"*": 0.01, "*.bias": 1e-6}`. The eigenvalues are then those of D^{-½} A D^{-½} + I,
-            D = diag(λᵢ), in which λ is 1.
+            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
+            patterns to λs, of which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`;
+            eigenvalues are then those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
-            bounds come with every prediction and say whether K was enough. `"auto"` goes on until
-            they are within `tolerance` on a probe, or the basis fills its share of the memory
+            bounds come with every prediction and say whether K was enough. `"auto"` computes pairs
+            until they are within `tolerance` on a probe, or the basis fills its share of the memory
             budget; `diagnostics["rank"]` has which, and the error reached.
         tolerance: of `rank="auto"`: the largest score_error / score for any input of the probe;
-            0.05 by default. It is a promise about the probe alone: where that is drawn from the
-            training examples the aim is 0.6 of the tolerance, as errors on new inputs were up to
-            1.6 times as large; on shifted ones up to 5.6 times, so give inputs like those to be
-            predicted.
+            0.05 by default. Where the probe is drawn from the training examples, 0.6 of that.
         probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
             examples, drawn by the seed.
-        params: which parameters count: None for all, name patterns, a predicate, or
-            `last_layer()`.
+        params: which parameters count: None for all, name patterns, a predicate, or `last_layer()`.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
             `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
             training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
-            noise), whose weights, smoothing and reduction are accounted for; or
-            `likelihoods.named_loss("mse", noise=0.3)`, as the command line names it.
-        solver: `"auto"`; `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"`
-            (exact, for small P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G
-            and GGN; a sandwich takes its H from Lanczos).
-        seed: of the start vectors; the same seed gives the same bits on a CPU, whatever the number
-            of a loader's workers and whatever the program drew from torch's generators.
+            noise), whose weights, smoothing and reduction are accounted for; λ is then that of the
+            cost with its value in place of the mean loss.
+        solver: `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"` (exact, for small
+            P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G and GGN; a sandwich
+            takes its H from Lanczos); or `"auto"`, for one of the first two.
+        seed: of the start vectors; the same seed gives the same bits on a CPU.
         device, dtype: where and how precisely to compute; the model's own by default.
         memory_budget: bytes to stay within; half of the free memory by default.
         batch_size: examples processed at a time, whatever the loader's batches are; by default
-            chosen from the size of the activations and the memory budget. Where memory runs out
-            all the same, half as many are tried, with one warning.
+            chosen by the memory budget. Where memory runs out all the same, it is halved.
         residual_tolerance: for ‖Aq − λq‖ of every pair (see `EigenPairs`); by default a thousandth
-            of λ, at most 1e-5 in float32 and 1e-10 in float64, and at least twice their eps. What
-            is left is counted in the intervals.
+            of λ, within what the dtype allows. What is left is counted in the intervals.
         max_products: at most so many products a matrix; pairs that have not converged by then are
             kept, with a warning.
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
-        deterministic: the same seed gives the same bits on a GPU too: of the fit, where
-            `memory_budget` is given or does not bind, and of its predictions. With torch's
-            deterministic algorithms alone; a model with an operation that has none is refused. On a
-            CPU it changes nothing.
-        max_seconds: stop after so long with the pairs that have converged by then (at least one a
-            matrix), whose error bounds hold, with a warning. Checked between products: reading the
-            data and one product are always done. With a checkpoint, the same call with more time
-            resumes. None for no limit; for the solvers `"auto"`, `"krylov"` and `"incremental"`.
-        allow_probabilities: take outputs for logits that look like probabilities, of a softmax or a
-            sigmoid, which are refused otherwise.
+        deterministic: the same seed gives the same bits on a GPU too, with torch's deterministic
+            algorithms alone; a model with an operation that has none is refused.
+        max_seconds: stop after so long, between two products, with the pairs that have converged by
+            then (at least one a matrix), whose error bounds hold, and a warning. With a checkpoint
+            the same call with more time resumes. For the solvers `"auto"` (which is then
+            `"krylov"`), `"krylov"` and `"incremental"`.
+        allow_probabilities: take outputs for logits that look like probabilities, which are refused
+            otherwise.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
             is resumed by the same call, in as many processes, and ends with the same bits on a CPU;
@@ -185,8 +179,9 @@ def fit(
     model = plain_model(model)
     options.check_for(model, params, l2)
     deadline = Deadline(options.max_seconds, group)
-    with opened(checkpoint, group) as session:
-        resumed = None if session is None else session.memory_budget
+    with nullcontext() if checkpoint is None else opened(checkpoint, group) as session:
+        if memory_budget is None and session is not None:
+            memory_budget = session.memory_budget
         with Progress("Reading the data", None, "example", progress) as bar:
             problem = Problem(
                 model,
@@ -196,35 +191,41 @@ def fit(
                 l2,
                 device=device,
                 dtype=dtype,
-                memory_budget=resumed if memory_budget is None else memory_budget,
+                memory_budget=memory_budget,
                 chunk_size=batch_size,
                 deterministic=deterministic,
                 allow_probabilities=allow_probabilities,
                 on_progress=bar.show,
             )
-        _check_weights(problem)
-        options = options.resolved(problem.num_parameters)
-        diagnostics = _describe_problem(problem, options, time.perf_counter() - started)
-        _advise(problem, options, diagnostics, progress)
+            options = options.resolved(problem.num_parameters)
+            diagnostics = _look_at(problem, options, bar)
+        diagnostics["seconds_reading"] = time.perf_counter() - started
         spectra = _solve_all(problem, options, probe, session, deadline, diagnostics, progress)
     return _assemble(problem, options, spectra, diagnostics, progress)
 
 
-def _check_weights(problem: Problem) -> None:
+def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, Any]:
+    """Return what is known before anything is solved; warn of it where that is needed."""
+    likelihood, accuracy = problem.likelihood, problem.train_accuracy
     if not same_everywhere(problem.group, problem.network.weights):
         raise ModelError(
             "Model: expected the same weights in every process, got different ones. Load them "
             "from one file, or broadcast those of the first process."
         )
-
-
-def _describe_problem(problem: Problem, options: FitOptions, seconds: float) -> dict[str, Any]:
-    """Return what is known of the problem before anything is solved."""
-    record = manifest(problem, options)
-    return {
+    left_out = problem.data.left_out
+    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
+    if left_out and usual and problem.group.is_first:  # which nobody may have meant
+        warn(
+            f"Targets: expected class numbers, got {left_out:,} that are "
+            f"{Categorical.ignore_index}, which nn.CrossEntropyLoss ignores; the fit leaves those "
+            f"examples out and uses the {problem.num_examples:,} others.",
+            DataWarning,
+        )
+    record = manifest(problem, options.as_json())
+    found = {
         "manifest": record,
         "mean_loss": problem.mean_loss,
-        "train_accuracy": problem.train_accuracy,
+        "train_accuracy": accuracy,
         "given_l2": problem.given_l2,
         "cost": problem.mean_loss + problem.penalty,
         "parameters_reached": problem.num_reached,
@@ -232,37 +233,17 @@ def _describe_problem(problem: Problem, options: FitOptions, seconds: float) -> 
         "relative_gradient": problem.relative_gradient,
         "at_chance": problem.is_at_chance,
         "data_fingerprint": record["data"]["fingerprint"],
-        "seed": options.seed,
-        "torch": record["torch"],
-        "device": record["device"],
-        "seconds_reading": seconds,
-        "examples_left_out": problem.data.left_out,
+        "examples_left_out": left_out,
     }
-
-
-def _advise(
-    problem: Problem, options: FitOptions, diagnostics: dict[str, Any], progress: bool
-) -> None:
-    """Warn of examples that are left out, and advise another estimator where opg is poor."""
-    likelihood, count = problem.likelihood, problem.data.left_out
-    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
-    if count and usual and problem.group.is_first:  # which nobody may have meant
-        warnings.warn(
-            f"Targets: expected class numbers, got {count:,} that are {Categorical.ignore_index}, "
-            "which nn.CrossEntropyLoss ignores; the fit leaves those examples out and uses the "
-            f"{problem.num_examples:,} others.",
-            DataWarning,
-            stacklevel=3,
-        )
-    if options.estimator == "opg" and (problem.train_accuracy or 0.0) >= _ALL_RIGHT:
-        diagnostics["estimator_advice"] = (
-            f"Estimator opg: {problem.train_accuracy:.1%} of the training examples are right, so "
-            "that their gradients are nearly zero and G hardly sees the data. "
+    if options.estimator == "opg" and accuracy is not None and accuracy >= _ALL_RIGHT:
+        found["estimator_advice"] = (
+            f"Estimator opg: {accuracy:.1%} of the training examples are right, so that their "
+            "gradients are nearly zero and G hardly sees the data. "
             f"{option('estimator', 'ggn')} does; it costs up to {problem.num_outputs} times as "
             f"much, which {option('params', LastLayer())} makes small."
         )
-        with Progress("Fit", None, "", progress) as bar:
-            bar.line(diagnostics["estimator_advice"])
+        bar.line(found["estimator_advice"])
+    return found
 
 
 def _solve_all(
@@ -274,7 +255,7 @@ def _solve_all(
     diagnostics: dict[str, Any],
     progress: bool,
 ) -> dict[str, EigenPairs]:
-    """Compute the eigenpairs of every matrix of the estimator."""
+    """Compute the eigenpairs of every matrix of the estimator; add how to the diagnostics."""
     group, estimator = problem.group, options.estimator
     sent = group.collectives, group.bytes
     chosen = None
@@ -284,26 +265,15 @@ def _solve_all(
         number = None if chosen is None else chosen.fingerprint
         session.begin(identity_of(diagnostics["manifest"], problem, number), problem.memory_budget)
     spectra: dict[str, EigenPairs] = {}
-    diagnostics["forecast"] = {}
     # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
     names = ESTIMATORS[estimator][::-1]
     for index, name in enumerate(names):
         operator = OPERATORS[name](problem)
-        growth = None
-        if chosen is not None:
-            growth = chosen.growth(operator, name, estimator, spectra)
-        spectra[name], diagnostics[name], diagnostics["forecast"][name] = solve(
-            name,
-            operator,
-            options,
-            progress=progress,
-            growth=growth,
-            checkpoint=None if session is None else session.of(name),
-            deadline=deadline.first_of(len(names) - index),
-        )
-        warn_about_spectrum(
-            name, spectra[name].values, problem.l2, problem.num_parameters, problem.dtype
-        )
+        growth = None if chosen is None else chosen.growth(operator, name, estimator, spectra)
+        kept = None if session is None else session.of(name)
+        own = deadline.first_of(len(names) - index)
+        task = Task(name, operator, options, growth, kept, own, progress)
+        spectra[name], diagnostics[name] = solve(task)
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name])
     if group.size > 1:
@@ -326,26 +296,107 @@ def _assemble(
     progress: bool,
 ) -> DeltaFit:
     network, signature = problem.network, problem.data.signature
-    fit = with_settled_noise(
-        DeltaFit(
-            estimator=options.estimator,
-            prior=problem.prior,
-            num_examples=problem.num_examples,
-            num_outputs=problem.num_outputs,
-            spectra=spectra,
-            diagnostics=diagnostics,
-            likelihood=problem.likelihood,
-            network=network,
-            signature=signature,
-            weights=network.weights,
-            behaviour=Behaviour.of(network, signature, problem.ranges),
-            memory_budget=options.memory_budget,
-            progress=progress,
-        )
+    fit = DeltaFit(
+        estimator=options.estimator,
+        prior=problem.prior,
+        num_examples=problem.num_examples,
+        num_outputs=problem.num_outputs,
+        spectra=spectra,
+        diagnostics=diagnostics,
+        likelihood=problem.likelihood,
+        network=network,
+        signature=signature,
+        weights=network.weights,
+        behaviour=Behaviour.of(network, signature, problem.ranges),
+        memory_budget=options.memory_budget,
+        progress=progress,
     )
+    if isinstance(fit.likelihood, Gaussian):
+        fit = with_settled_noise(fit)
     with full_precision(problem.device):
-        distance = distance_from_optimum(fit, problem.gradient)
-        reach = interval_reach(fit)
-    problem.warn_if_far_from_optimum(distance)
-    found = {**diagnostics, "distance_from_optimum": distance, **reach}
+        distance = _distance_from_optimum(fit, problem.gradient)
+        found = {**diagnostics, "distance_from_optimum": distance}
+        positive = all(float(pairs.values[0]) > 0 for pairs in spectra.values())
+        if fit.estimator == "sandwich" and positive:
+            covariance = fit.covariance_of("sandwich", fit.rank)
+            assert isinstance(covariance, SandwichCovariance)
+            found["sandwich"] = {"interval_reach": covariance.interval_reach}
+    far = off_optimum(problem.relative_gradient, distance)
+    if far or problem.is_at_chance:
+        problem.warn_of_optimum("" if distance is None else far)
     return fit.moved(diagnostics=found)
+
+
+def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float | None:
+    """Measure how far predictions at the optimum are from those at ω̂, in their error bars.
+
+    The Newton step H⁻¹g, g the gradient (P,), moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ
+    of its variance: the root of the mean of that, weighted by the share (λₖ − λ)/λₖ that the data
+    determine. A gradient that is as large as chance makes it gives 1. None where the curvature is
+    not positive, so that no minimum is known to be near.
+    """
+    pairs = state.pairs_of(state.main_matrix)
+    vectors, gradient = pairs.vectors, gradient[None].to(pairs.vectors.device)
+    if isinstance(vectors, ShardedVectors):
+        own = products(gradient[:, vectors.space.own], vectors.part)
+        along = vectors.space.group.all_reduce_(own)[0].cpu()
+    else:
+        along = products(gradient, vectors)[0].cpu()
+    values = pairs.values.double().cpu()
+    if not bool((values > 0).all()):
+        return None
+    known = values > state.level
+    weights = ((values - state.level) / values)[known]
+    if not len(weights):
+        return 0.0
+    squares = state.informative_examples * along[known].square() / values[known]
+    return float((weights @ squares / weights.sum()).sqrt())
+
+
+def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that has to be the same for a fit to be the same, as JSON values.
+
+    Returns:
+        Versions and the machine; `dtype`; `weights`, their fingerprint; `data`: their fingerprint
+        (in any order), their number and the form of the inputs; and `options`.
+    """
+    likelihood, device = problem.likelihood, problem.device
+    name = platform.processor() or platform.machine()
+    processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
+    cuda = device.type == "cuda"
+    record = {
+        "deltabars": VERSION,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if cuda else processor,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "threads": torch.get_num_threads(),
+        "dtype": str(problem.dtype),
+        "weights": problem.network.weights,
+        "data": {
+            "fingerprint": f"{problem.data.fingerprint:016x}",
+            "num_examples": problem.num_examples,
+            "inputs": asdict(problem.data.signature),
+        },
+        "options": {
+            **options,
+            "l2": problem.given_l2,
+            "params": problem.parameters.names,
+            "likelihood": described(likelihood)
+            if is_own(likelihood)
+            else type(likelihood).__name__,
+        },
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=_plain))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Convert what JSON does not know: NumPy has numbers of another type."""
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.estimators import BOUNDS
+from deltabars.covariance.base import Tail
+from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
-from deltabars.fitting import describe
-from deltabars.fitting.certifying import Certifier
-from deltabars.fitting.hyperparameters import with_l2, with_noise
-from deltabars.fitting.options import check_batch_size
-from deltabars.fitting.saving import MAX_FILE_SIZE, save
-from deltabars.fitting.state import FittedState
-from deltabars.fitting.tuning import Tuning, tune_l2
+from deltabars.fitting.certifying import certify
+from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
+from deltabars.fitting.state import FittedState, check_whole
+from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
+from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
+
+_WORTH_READING = 0.5  # of a std: an interval that reaches further says little
+_GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +117,7 @@ class DeltaFit(FittedState):
             memory_budget=self.memory_budget,
         )
         results = {
-            name: found.judged_by(describe.evidence_of(self, used, name))
+            name: found.judged_by(self.evidence(used, name))
             for name, found in scorer.predict(inputs, batch_size, shown).items()
         }
         is_one = estimator is None or isinstance(estimator, str)
@@ -142,7 +143,8 @@ class DeltaFit(FittedState):
                 f"rank: expected a whole number from 1 to the {self.rank} fitted pairs, got "
                 f"{used!r}. Fit with a larger rank for more."
             )
-        check_batch_size(batch_size)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
         return names, used, choose_classes(classes, self.num_outputs, self.likelihood)
 
     def certify(
@@ -164,7 +166,7 @@ class DeltaFit(FittedState):
         that no eigenvalue of G and GGN is below λ.
 
         Args:
-            inputs, space, batch_size, progress: as for `predict`; a few inputs, as each is dear.
+            inputs, space, batch_size, progress: as for `predict`; few, as each input is dear.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
@@ -172,11 +174,20 @@ class DeltaFit(FittedState):
 
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
-        shown = self.shows_progress(progress)
         check_space(space)
-        check_batch_size(batch_size)
-        certifier = Certifier(self, data, tolerance, estimator, max_products, shown)
-        return certifier.predict(inputs, space, batch_size, shown)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
+        return certify(
+            self,
+            inputs,
+            data,
+            tolerance=tolerance,
+            space=space,
+            estimator=estimator,
+            max_products=max_products,
+            batch_size=batch_size,
+            progress=self.shows_progress(progress),
+        )
 
     def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
@@ -214,12 +225,19 @@ class DeltaFit(FittedState):
     @property
     def effective_parameters(self) -> float:
         """MacKay's number of well-determined parameters, Σₖ (λₖ − λ)/λₖ; a sandwich's of H."""
-        return describe.effective_parameters(self)
+        values = _positive(self.pairs_of(self.main_matrix).values)
+        return float(((values - self.level) / values).sum())
 
     @property
     def effective_parameters_interval(self) -> tuple[float, float]:
         """The interval of the sum over all eigenvalues, if the tail lies between λ and λ_K."""
-        return describe.effective_parameters_interval(self)
+        pairs = self.pairs_of(self.main_matrix)
+        values, slack = _positive(pairs.values), pairs.slack
+        last = Tail.after(values, len(values), self.level, self.num_parameters).last
+        rest = self.num_parameters - len(values)
+        low = self.effective_parameters + min(0.0, rest * (1 - self.level / last))
+        most = float((1 - self.level / (values + slack)).sum())
+        return low, most + max(0.0, rest * (1 - self.level / (last + slack)))
 
     def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
         """Draw `n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
@@ -231,10 +249,8 @@ class DeltaFit(FittedState):
         At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
         of where a network is linear; `full_rank=False` takes the K directions alone.
         """
-        if not is_whole(n) or n < 1:
-            raise BadValueError(f"n: expected a whole number from 1 on, got {n!r}.")
-        if not is_whole(seed) or not 0 <= seed < 2**63:
-            raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
+        check_whole("n", n)
+        check_whole("seed", seed, 0)
         network = self.network
         generator = torch.Generator().manual_seed(int(seed))
         noise = torch.randn((n, self.num_parameters), generator=generator, dtype=torch.float64)
@@ -278,11 +294,148 @@ class DeltaFit(FittedState):
         """Draw the eigenvalues against their index into `ax`, or a new figure; return the Axes.
 
         Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
+        Dots behind it are those of the Hessian's lower end, where the fit has computed some.
         """
-        return describe.draw_spectra(self, ax)
+        axes, beyond = axes_or_new(ax), self.rank + 0.5
+        for name, pairs in self.spectra.items():
+            lower = pairs.smallest.cpu().flip(0)  # its last one has the index P
+            lower = lower if name == "hessian" else lower[:0]  # that of the others is λ
+            values = torch.cat([pairs.values.detach().cpu().double(), lower])
+            count, last = len(pairs), float(pairs.values[-1])
+            left, end = self.num_parameters - len(values), count * (1 + _GAP) + 1
+            index, magnitudes = torch.arange(1.0, len(values) + 1), values.abs().numpy()
+            index[count:] += end - count if left else 0.0  # beyond the gap
+            upper, at = slice(count), index.numpy()
+            (line,) = axes.plot(at[upper], magnitudes[upper], label=name, marker=marker_for(count))
+            color, negative = line.get_color(), (values < 0).numpy()
+            if len(lower):
+                label, most = f"{name}, the {len(lower):,} smallest", float(index[-1])
+                axes.plot(at[count:], magnitudes[count:], ".", color=color, label=label)
+                beyond = max(beyond, most + 0.5)
+            if len(lower) and left:
+                axes.xaxis.set_major_formatter(
+                    lambda x, _, k=count, p=most: f"{x:g}" if x <= k else f"P − {p - x:.0f}"
+                )
+            if negative.any():
+                axes.plot(
+                    at[negative], magnitudes[negative], linestyle="none", marker="x",
+                    color=color, label=f"{name}, negative",
+                )  # fmt: skip
+            if left and last > 0:
+                beyond = max(beyond, end)
+                axes.fill_between(
+                    [count + 0.5, end], *sorted((self.level, last)), color=color, alpha=0.25,
+                    linewidth=0, label=f"{name}: {left:,} not computed",
+                )  # fmt: skip
+        level = self.level
+        axes.axhline(level, linestyle=":", linewidth=1, color="gray", label=f"λ = {level:g}")
+        axes.set_yscale("log")
+        axes.set_xlim(0.5, beyond)
+        axes.set_xlabel(f"index k of P = {self.num_parameters:,}")
+        axes.set_ylabel("magnitude of the eigenvalue")
+        axes.legend()
+        return axes
 
     def __repr__(self) -> str:
-        return describe.describe(self)
+        numbers = ", ".join(f"{name} = {value}" for name, value in self._numbers.items())
+        spectra = [
+            f"{name}: eigenvalues {first} … {last}, largest residual {residual}"
+            for name, first, last, _, residual in self._ends
+        ]
+        return "\n  ".join([f"DeltaFit: {self.estimator}, {numbers}", *spectra, *self._notes])
 
     def _repr_html_(self) -> str:
-        return describe.describe_in_html(self)
+        head = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
+        tables = html_table(list(self._numbers), [list(self._numbers.values())])
+        tables += html_table(head, self._ends)
+        return (
+            paragraph(f"DeltaFit: {self.estimator}") + tables + "".join(map(paragraph, self._notes))
+        )
+
+    @property
+    def _numbers(self) -> dict[str, str]:
+        l2 = self.l2 if isinstance(self.l2, Mapping) else {"": self.l2}
+        levels = [f"{value:g} ({name})".removesuffix(" ()") for name, value in l2.items()]
+        counts = {"N": self.num_examples, "P": self.num_parameters, "K": self.rank}
+        found = {name: f"{count:,}" for name, count in counts.items()} | {"λ": ", ".join(levels)}
+        return found if self.noise is None else found | {"σ": f"{self.noise:g}"}
+
+    @property
+    def _ends(self) -> list[list[str]]:
+        """Of each matrix: its name, first and last eigenvalue, the last over λ, the residual."""
+        found = []
+        for name, pairs in self.spectra.items():
+            first, last = float(pairs.values[0]), float(pairs.values[-1])
+            residual = f"{float(pairs.residuals.max()):.1g}"
+            found.append(
+                [name, f"{first:.4g}", f"{last:.4g}", f"{last / self.level:.4g}", residual]
+            )
+        return found
+
+    @property
+    def _notes(self) -> list[str]:
+        notes, hessian = [], self.spectra.get("hessian")
+        if hessian is not None and hessian.least < self.level:
+            notes.append(
+                f"the hessian's spectrum reaches {self.level - hessian.least:.3g} below λ: its "
+                "bounds are about the spectrum corrected to λ"
+            )
+        reach = self.diagnostics.get("sandwich", {}).get("interval_reach", 0.0)
+        if reach > _WORTH_READING:
+            notes.append(
+                f"the sandwich's intervals say little: up to ±{reach:.2g} times the std of what is "
+                "outside the pairs; a larger rank narrows them"
+            )
+        lost = max(pairs.rounding for pairs in self.spectra.values())
+        if lost:
+            notes.append(f"eigenvectors were rounded by up to {lost:.2g}, which the bounds count")
+        return [*notes, f"effective parameters: {self.effective_parameters:.1f} in the K pairs"]
+
+
+def load(
+    path: Any,
+    model: torch.nn.Module,
+    *,
+    check_weights: bool = True,
+    device: torch.device | str | None = None,
+    memory_budget: int | None = None,
+    offload: bool | None = None,
+    progress: bool = True,
+) -> DeltaFit:
+    """Read a fit that `DeltaFit.save` wrote, for the model it was fitted to.
+
+    Args:
+        path: the file, or the folder of several.
+        model: the network, with the same weights.
+        check_weights: refuse a model whose weights differ from the fitted ones, or that computes
+            something else with them (other code, unsaved buffers or plain tensors). With False only
+            the names and shapes of the parameters must agree, and the error bars are those of
+            the *given* weights under the fitted curvature.
+        device: where to compute; the model's own by default.
+        memory_budget, progress: as for `fit`.
+        offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
+            come to the device when they are needed; with False they are read as one tensor. By
+            default they stay where they take more than three quarters of the memory budget. The
+            files are read through in either case, to see that they are whole.
+
+    Raises:
+        CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.
+
+    Example:
+        >>> import tempfile, deltabars
+        >>> from deltabars.recipes.digits import L2, trained_digits
+        >>> digits, model, train = trained_digits()
+        >>> fit = deltabars.fit(model, train, l2=L2, rank=20, progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/digits.deltabars")
+        ...     again = deltabars.load(f"{folder}/digits.deltabars", model)
+        >>> some = digits.test_images[:5]
+        >>> bool((again.predict(some).std == fit.predict(some).std).all())
+        True
+    """
+    fields = read_fields(path, model, check_weights, device, memory_budget, offload)
+    return DeltaFit(**fields, memory_budget=memory_budget, progress=progress)
+
+
+def _positive(values: Tensor) -> Tensor:
+    return values[values > 0]  # the others have no part in a covariance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import ESTIMATORS, build_covariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import OUT_OF_TIME, STOPPED, EigenPairs
-from deltabars.errors import ConvergenceWarning, DataError, option
-from deltabars.fitting.options import DEFAULT_TOLERANCE
+from deltabars.errors import ConvergenceWarning, DataError, option, warn
+from deltabars.fitting.state import DEFAULT_TOLERANCE
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.scoring import read_inputs
-from deltabars.problem.batches import Batch
-from deltabars.problem.data import fingerprint_of
+from deltabars.problem.data import Batch, fingerprint_of
 from deltabars.problem.network import model_errors
 from deltabars.problem.problem import Problem
 from deltabars.runtime.vectors import ShardedVectors, whole
@@ -36,26 +33,15 @@ _AT_FLOOR = 1e-9  # relative: an eigenvalue that is λ but for rounding
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs whose error bars decide how many eigenpairs are computed.
-
-    Attributes:
-        problem: whose matrices are to be solved.
-        rows: F of the inputs, (n·C, p): the columns of this process.
-        squares: ‖f‖² of its rows, (n, C).
-        tolerance: for the score's error relative to the score, of every input.
-        fingerprint: of the inputs.
-        left_out: how many inputs were left out because their bars are zero.
-        margin: the share of the tolerance to aim at: below 1 where the probe is of training
-            examples, as the error is larger on new inputs.
-    """
+    """Inputs whose error bars decide how many eigenpairs are computed."""
 
     problem: Problem
-    rows: Tensor
-    squares: Tensor
-    tolerance: float
+    rows: Tensor  # F of the inputs, (n·C, p): the columns of this process
+    squares: Tensor  # ‖f‖² of its rows, (n, C)
     fingerprint: int
-    left_out: int = 0
-    margin: float = 1.0
+    left_out: int  # inputs whose bars are zero
+    tolerance: float  # for the score's error relative to the score, of every input
+    margin: float  # the share of it to aim at: below 1 for training examples
 
     @classmethod
     def take(cls, problem: Problem, inputs: Any, tolerance: float | None, seed: int) -> Probe:
@@ -81,113 +67,55 @@ class Probe:
             problem,
             group.exchange_rows(rows.flatten(0, 1), problem.spaces.whole.columns),
             squares,
-            DEFAULT_TOLERANCE if tolerance is None else tolerance,
             sum(group.gather_objects(fingerprint_of(batches))) % 2**64,
             left_out,
+            DEFAULT_TOLERANCE if tolerance is None else tolerance,
             _DRAWN_MARGIN if inputs is None else 1.0,
         )
-
-    @property
-    def target(self) -> float:
-        """The error to reach: the tolerance times the margin."""
-        return self.margin * self.tolerance
-
-    @property
-    def noise(self) -> float | None:
-        """σ of regression; where it is to be estimated, that of all residuals."""
-        likelihood = self.problem.likelihood
-        if not isinstance(likelihood, Gaussian) or likelihood.noise is not None:
-            return likelihood.target_noise
-        return float((2 * self.problem.mean_loss / self.problem.num_outputs) ** 0.5) or None
-
-    def relative_error(
-        self,
-        estimator: str,
-        values: Mapping[str, Tensor],
-        projections: Mapping[str, Tensor],
-        overlap: Tensor | None = None,
-        least_hessian: float | None = None,
-    ) -> float:
-        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
-        if "opg" in values and self.noise is not None:
-            factor = 1 / self.noise**2
-            moved = factor * values["opg"] + (1 - factor) * self.problem.l2
-            values = {**values, "opg": moved}
-        covariance = build_covariance(
-            estimator,
-            values,
-            rank=max(len(each) for each in values.values()),
-            l2=self.problem.l2,
-            num_parameters=self.problem.num_parameters,
-            num_examples=self.problem.num_examples,
-            overlap=overlap,
-            least_hessian=least_hessian,
-        )
-        shaped = {name: part.view(*self.squares.shape, -1) for name, part in projections.items()}
-        score = covariance.spread(self.squares, shaped).score("rigorous")
-        return float((score.error / score.value).max())
 
     def growth(
         self, operator: CurvatureOperator, matrix: str, estimator: str, solved: Mapping[str, Any]
     ) -> ProbeGrowth:
         """Return what decides on the pairs of one matrix, with those of others that are solved.
 
-        The Hessian of a sandwich is judged by the error of the sandwich, with the pairs of G, which
-        come first; G by its own.
+        The Hessian of a sandwich is judged by the error of the sandwich, G, which is first, by its
+        own.
         """
         spaces, problem = operator.spaces, self.problem
-        rows = spaces.select(self.rows)
+        rows, size = spaces.select(self.rows), spaces.reached.size
+        target = self.margin * self.tolerance
         pairs = solved.get("opg") if matrix == "hessian" else None
         if pairs is None:
-            share = _OPG_SHARE if estimator == "sandwich" else 1.0
+            if estimator == "sandwich":
+                target *= _OPG_SHARE
             # What is orthogonal to all rows of R has the eigenvalue λ. (The roots of a softmax's
             # curvature sum to zero.)
             is_softmax = isinstance(problem.likelihood, Categorical)
             each = {"opg": 1, "ggn": problem.num_outputs - is_softmax}.get(matrix)
             most = None if each is None else each * problem.num_examples
-            size = spaces.reached.size
-            return ProbeGrowth(self, matrix, share * self.target, rows, size, informative=most)
+            return ProbeGrowth(self, matrix, target, rows, size, informative=most)
         vectors = pairs.vectors
         own = vectors.part if isinstance(vectors, ShardedVectors) else whole(vectors)
         known = spaces.select(own)
-        return ProbeGrowth(
-            self,
-            "sandwich",
-            self.target,
-            torch.cat([rows, known]),
-            spaces.reached.size,
-            pairs.values,
-            spaces.reached.inner(rows, known),
-        )
+        rows, seen = torch.cat([rows, known]), spaces.reached.inner(rows, known)
+        return ProbeGrowth(self, "sandwich", target, rows, size, pairs.values, seen)
 
 
 @dataclass
 class ProbeGrowth:
-    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`).
-
-    Attributes:
-        estimator: whose error bars are computed.
-        tolerance: for the largest relative error of a score.
-        rows: of F, and of the eigenvectors of G for a sandwich; reached columns.
-        size: P', how many directions there are.
-        opg_values, opg_projections: of G, for a sandwich.
-        informative: how many eigenvalues can be above λ; None where that is not known.
-        least: the smallest eigenvalue of a Hessian, where it is known.
-        error: the error at the last check.
-        is_exhausted: whether all eigenvalues above λ were there at the last check.
-    """
+    """Decide whether eigenpairs are enough for a probe (see `eigen.basis.Growth`)."""
 
     probe: Probe
-    estimator: str
-    tolerance: float
-    rows: Tensor
-    size: int
-    opg_values: Tensor | None = None
+    estimator: str  # whose error bars are computed
+    tolerance: float  # for the largest relative error of a score
+    rows: Tensor  # of F, and of the eigenvectors of G for a sandwich; reached columns
+    size: int  # P', how many directions there are
+    opg_values: Tensor | None = None  # of G, for a sandwich; so the projections
     opg_projections: Tensor | None = None
-    informative: int | None = None
-    least: float | None = None
-    error: float = field(default=float("inf"), init=False)
-    is_exhausted: bool = field(default=False, init=False)
+    informative: int | None = None  # how many eigenvalues can be above λ, where that is known
+    least: float | None = None  # the smallest eigenvalue of a Hessian, where it is known
+    error: float = field(default=float("inf"), init=False)  # at the last check
+    is_exhausted: bool = field(default=False, init=False)  # whether all above λ were there
 
     @property
     def most(self) -> int:
@@ -202,42 +130,10 @@ class ProbeGrowth:
 
     def settled(self, values: Tensor) -> Tensor:
         """Return the eigenvalues, with those that can only be λ exactly that, despite rounding."""
-        if self.informative is None or len(values) <= self.informative:
-            return values
         values = values.clone()
-        values[self.informative :] = self.probe.problem.l2
+        if self.informative is not None:
+            values[self.informative :] = self.probe.problem.l2
         return values
-
-    def is_enough(self, values: Tensor, projections: Tensor) -> bool:
-        """Return whether every score is within the tolerance, or no pair can add anything.
-
-        Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
-        can those of G and GGN after one that is λ.
-        """
-        first = ESTIMATORS[self.estimator][0]
-        values = self.settled(values)
-        above = max(1, self.useful(values))
-        self.is_exhausted = above < len(values) or self._at_floor(values[-1:])
-        values, projections = values[:above], projections[:, :above]
-        if not bool(values[0] > 0):
-            return False
-        count = self.probe.squares.numel()
-        spectra, seen = {first: values}, {first: projections[:count]}
-        overlap = None
-        if self.opg_values is not None and self.opg_projections is not None:
-            spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
-            overlap = projections[count:].T  # Q_Hᵀ Q_G
-        self.error = self.probe.relative_error(self.estimator, spectra, seen, overlap, self.least)
-        return self.error <= self.tolerance or self.is_exhausted
-
-    def looked(self) -> Tensor:
-        """Return the result of the last check, for a checkpoint."""
-        return torch.tensor([self.error, self.is_exhausted], dtype=torch.float64)
-
-    def look_back(self, looked: Tensor) -> None:
-        """Restore the result of the last check."""
-        error, exhausted = looked.tolist()
-        self.error, self.is_exhausted = error, bool(exhausted)
 
     def useful(self, values: Tensor) -> int:
         """Count the eigenvalues that add anything: those above λ, and one that is λ."""
@@ -248,18 +144,71 @@ class ProbeGrowth:
         level = self.probe.problem.l2
         return bool(((value - level).abs() <= _AT_FLOOR * level).any())
 
+    def is_enough(self, values: Tensor, projections: Tensor) -> bool:
+        """Return whether every score is within the tolerance, or no pair can add anything.
+
+        Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
+        can those of G and GGN after one that is λ.
+        """
+        values = self.settled(values)
+        above = max(1, self.useful(values))
+        self.is_exhausted = above < len(values) or self._at_floor(values[-1:])
+        values, projections = values[:above], projections[:, :above]
+        if not bool(values[0] > 0):
+            return False
+        first, count = ESTIMATORS[self.estimator][0], self.probe.squares.numel()
+        spectra, seen, overlap = {first: values}, {first: projections[:count]}, None
+        if self.opg_values is not None and self.opg_projections is not None:
+            spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
+            overlap = projections[count:].T  # Q_Hᵀ Q_G
+        self.error = self._relative_error(spectra, seen, overlap)
+        return self.error <= self.tolerance or self.is_exhausted
+
+    def _relative_error(
+        self, spectra: dict[str, Tensor], seen: dict[str, Tensor], overlap: Tensor | None
+    ) -> float:
+        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
+        problem, squares = self.probe.problem, self.probe.squares
+        likelihood = problem.likelihood
+        noise = likelihood.target_noise
+        if isinstance(likelihood, Gaussian) and noise is None:  # that of all residuals
+            noise = float((2 * problem.mean_loss / problem.num_outputs) ** 0.5)
+        if noise and "opg" in spectra:
+            spectra["opg"] = spectra["opg"] / noise**2 + (1 - 1 / noise**2) * problem.l2
+        covariance = build_covariance(
+            self.estimator,
+            spectra,
+            rank=max(map(len, spectra.values())),
+            l2=problem.l2,
+            num_parameters=problem.num_parameters,
+            num_examples=problem.num_examples,
+            overlap=overlap,
+            least_hessian=self.least,
+        )
+        shaped = {name: part.view(*squares.shape, -1) for name, part in seen.items()}
+        score = covariance.spread(squares, shaped).score("rigorous")
+        return float((score.error / score.value).max())
+
+    def looked(self) -> Tensor:
+        """Return the result of the last check, for a checkpoint."""
+        return torch.tensor([self.error, self.is_exhausted], dtype=torch.float64)
+
+    def look_back(self, looked: Tensor) -> None:
+        """Restore the result of the last check."""
+        error, exhausted = looked.tolist()
+        self.error, self.is_exhausted = error, bool(exhausted)
+
     def outcome(self, pairs: EigenPairs) -> dict[str, Any]:
         """Return what was reached, and why no more was computed; warn where it is too little."""
+        asked = self.tolerance / self.probe.margin
+        stopped = "memory budget"
         if self.error <= self.tolerance:
             stopped = "tolerance"
         elif STOPPED in pairs.statistics:
             stopped = str(pairs.statistics[STOPPED])
         elif self.is_exhausted or len(pairs) >= self.size:
             stopped = "spectrum"
-        else:
-            stopped = "memory budget"
-        asked = self.tolerance / self.probe.margin
-        if stopped != "tolerance" and not self.error <= asked:
+        if not self.error <= asked:
             why = {
                 "spectrum": "which are all above λ.",
                 "memory budget": "with which the memory budget is used up; give a larger "
@@ -268,12 +217,11 @@ class ProbeGrowth:
                 f"{option('tolerance')}, or a {option('checkpoint')}, from which the same call "
                 "resumes.",
             }[stopped]
-            warnings.warn(
+            warn(
                 f"{option('rank', 'auto')}: expected scores within {asked:.3g} of themselves, got "
                 f"{self.error:.3g} with {len(pairs)} eigenpairs, {why} The error bounds of "
                 "predictions show how far they can be trusted.",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         return {
             "stopped_by": stopped,

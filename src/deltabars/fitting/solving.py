@@ -1,16 +1,14 @@
-"""The eigenpairs of one matrix: the choice of a solver, its options, and an audit of its answer."""
+"""The eigenpairs of one matrix: the choice of a solver, its time, and an audit of its answer."""
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deltabars.eigen as eigen
 from deltabars.curvature.base import CurvatureOperator, RowOperator
-from deltabars.curvature.hessian import HessianOperator
 from deltabars.eigen.basis import default_block_size, fewest
 from deltabars.eigen.pairs import (
     PRODUCT_ROUNDING,
@@ -18,19 +16,19 @@ from deltabars.eigen.pairs import (
     SKEW,
     STOPPED,
     EigenPairs,
-    OnStep,
     audit,
     embed,
     residual_tolerance,
+    warn_about_values,
     warn_of_audit,
     warn_unconverged,
 )
-from deltabars.errors import CheckpointMismatchError, ConvergenceWarning, option
+from deltabars.errors import CheckpointMismatchError, ConvergenceWarning, option, warn
 from deltabars.fitting.checkpoints import MatrixCheckpoint
-from deltabars.fitting.forecast import Forecast
 from deltabars.fitting.growth import ProbeGrowth
-from deltabars.fitting.options import Deadline, FitOptions
+from deltabars.fitting.state import FitOptions
 from deltabars.problem.parameters import LastLayer
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import BASIS, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
@@ -38,85 +36,130 @@ from deltabars.runtime.vectors import ShardedVectors, Space
 
 _ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
 _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
+_DENSE_BLOCK = 64
 _USUAL_GROWTH = 2.2  # basis vectors a pair: about what trained networks take
 _LEAST_GROWTH = 64
 _GROWING_BLOCK = 20  # vectors, where the number of pairs is not known yet
+_WORTH_ANNOUNCING = 60.0  # seconds
+_ENOUGH = 0.5  # seconds that are measured; less is mostly chance
+_FIRST = 40  # further products of Lanczos, before the first pair; of blocks, four
+_SOME_PAIRS = 100  # where their number is not known
 
 
-def solve(
-    name: str,
-    operator: CurvatureOperator,
-    options: FitOptions,
-    *,
-    progress: bool,
-    growth: ProbeGrowth | None,
-    checkpoint: MatrixCheckpoint | None,
-    deadline: Deadline,
-) -> tuple[EigenPairs, dict[str, Any], dict[str, Any]]:
-    """Compute the eigenpairs of one matrix.
+class Deadline:
+    """When a computation stops with what it has: never, where no seconds are given.
 
-    With a growth, as many as are enough by it. With a checkpoint, from where it was left. After
-    the deadline, those that have converged by then.
-
-    Returns:
-        The pairs; how they were found, how good they are, and how long they took; and how long
-        that was expected to take (see `Forecast`).
+    Args:
+        seconds: that it may take from now on.
+        group: the processes, which all go by the clock of the first one.
     """
-    started = time.perf_counter()
-    space, network = operator.spaces.whole, operator.problem.network
-    rank = growth.most if growth is not None else int(options.rank or 0)
-    found = None if checkpoint is None else checkpoint.finished(operator.device, growth)
-    if found is not None:
-        _check_derivatives(name, operator, *found, options.seed)
-        if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
-            warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
-        warn_of_audit(name, found[1])
-        return _sharded(found[0], space), found[1], {}
-    total = rank if growth is None else None
+
+    def __init__(self, seconds: float | None, group: Group) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._group = group
+
+    def is_over(self) -> bool:
+        """Return whether it is over. One collective, if there is one."""
+        if self._end is None:
+            return False
+        return bool(self._group.broadcast_object(time.monotonic() >= self._end))
+
+    def first_of(self, parts: int) -> Deadline:
+        """Return that of the first of several computations, which share the time evenly."""
+        left = None if self._end is None else (self._end - time.monotonic()) / parts
+        return Deadline(left, self._group)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The eigenpairs of one matrix, to be computed.
+
+    With a growth, as many as are enough by it. With a checkpoint, from where it was left. After the
+    deadline, those that have converged by then.
+    """
+
+    name: str
+    operator: CurvatureOperator
+    options: FitOptions
+    growth: ProbeGrowth | None
+    checkpoint: MatrixCheckpoint | None
+    deadline: Deadline
+    progress: bool
+
+    @property
+    def rank(self) -> int:
+        """How many pairs are wanted, at most."""
+        return self.growth.most if self.growth is not None else int(self.options.rank or 0)
+
+    @property
+    def solver(self) -> str:
+        """The solver, where `"auto"` is to choose it."""
+        given, size = self.options.solver, self.operator.shape[0]
+        if given == "incremental" and not isinstance(self.operator, RowOperator):
+            return "krylov"
+        if given != "auto":
+            return given
+        small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * self.rank >= size)
+        return "dense" if small and self.options.max_seconds is None else "krylov"
+
+
+def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
+    """Compute eigenpairs; return how they were found, how good they are, and how long it took."""
+    started, name, operator, growth = time.perf_counter(), task.name, task.operator, task.growth
+    space, level = operator.spaces.whole, operator.problem.l2
+    if task.checkpoint is not None:
+        found = task.checkpoint.finished(operator.device, growth)
+        if found is not None:
+            _check_derivatives(task, *found)
+            if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
+                warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
+            warn_of_audit(name, found[1])
+            warn_about_values(name, found[0], level)
+            return _sharded(found[0], space), found[1]
+    total = task.rank if growth is None else None
     with (
-        network.same_bits(),
+        operator.problem.network.same_bits(),
         full_precision(operator.device),
-        Progress(f"Eigenpairs of the {name}", total, "pair", progress) as bar,
+        Progress(f"Eigenpairs of the {name}", total, "pair", task.progress) as bar,
     ):
-        pairs, foreseen = _run(name, operator, options, rank, bar, growth, checkpoint, deadline)
+        pairs = _run(task, bar)
         is_stopped = STOPPED in pairs.statistics
         if growth is not None:
             pairs = replace(pairs, values=growth.settled(pairs.values))
             if 0 < growth.useful(pairs.values) < len(pairs):
                 pairs = pairs.first(growth.useful(pairs.values))
         elif is_stopped:
-            _warn_of_time(name, rank, pairs, checkpoint is not None)
-        quality = audit(operator.whole_matmat, space, pairs, options.seed)
+            _warn_of_time(task, pairs)
+        quality = audit(operator.whole_matmat, space, pairs, task.options.seed)
         measured = {key: quality.pop(key) for key in (SKEW, PRODUCT_ROUNDING)}
         pairs = replace(pairs, statistics={**measured, **pairs.statistics})
         warn_of_audit(name, quality)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
-            floor = operator.row_shift
-            quality["rounded_below_l2"] = max(0.0, floor - float(pairs.values[-1]))
-            pairs = replace(pairs, values=pairs.values.clamp(min=floor))
+            quality["rounded_below_l2"] = max(0.0, operator.row_shift - float(pairs.values[-1]))
+            pairs = replace(pairs, values=pairs.values.clamp(min=operator.row_shift))
             quality["data_trace"] = operator.data_trace()
-    below = max(0.0, operator.problem.l2 - pairs.least)
-    seconds = time.perf_counter() - started
-    diagnostics = {**pairs.statistics, **quality, "tail_below_l2": below, "seconds": seconds}
-    if checkpoint is not None and not is_stopped:
-        checkpoint.finish(pairs, diagnostics, growth)
-    return _sharded(pairs, space), diagnostics, foreseen
+    diagnostics = {
+        **pairs.statistics,
+        **quality,
+        "tail_below_l2": max(0.0, level - pairs.least),
+        "seconds": time.perf_counter() - started,
+    }
+    if task.checkpoint is not None and not is_stopped:
+        task.checkpoint.finish(pairs, diagnostics, growth)
+    pairs = _sharded(pairs, space)
+    warn_about_values(name, pairs, level)
+    return pairs, diagnostics
 
 
-def _check_derivatives(
-    name: str,
-    operator: CurvatureOperator,
-    pairs: EigenPairs,
-    before: Mapping[str, Any],
-    seed: int,
-) -> None:
+def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any]) -> None:
     """Refuse pairs from a checkpoint that are no longer those of the matrix. Cost: a product."""
+    operator = task.operator
     with operator.problem.network.same_bits(), full_precision(operator.device):
-        now = audit(operator.whole_matmat, operator.spaces.whole, pairs, seed)
+        now = audit(operator.whole_matmat, operator.spaces.whole, pairs, task.options.seed)
     if not now["residual_rms"] <= max(now["residual_limit"], 2 * before["residual_rms"]):
         raise CheckpointMismatchError(
-            f"checkpoint: expected eigenpairs of this {name}, got ‖Aq − λq‖ of "
+            f"checkpoint: expected eigenpairs of this {task.name}, got ‖Aq − λq‖ of "
             f"{now['residual_rms']:.2g}, where it was {before['residual_rms']:.2g}: the weights "
             "and the loss are the same, but derivatives of the model have changed (a detach(), "
             "say). Give another folder."
@@ -130,133 +173,76 @@ def _sharded(pairs: EigenPairs, space: Space) -> EigenPairs:
     return replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
 
 
-def _warn_of_time(name: str, rank: int, pairs: EigenPairs, is_kept: bool) -> None:
+def _warn_of_time(task: Task, pairs: EigenPairs) -> None:
     left = int(pairs.statistics.get(ROWS_LEFT, 0))
     got = f"the {len(pairs)} that had converged" if not left else f"{left:,} rows unprocessed"
     resume = f"with {option('checkpoint=')} it can be resumed"
-    if is_kept:
+    if task.checkpoint is not None:
         resume = "the same call resumes"
-    warnings.warn(
-        f"max_seconds: expected {rank} eigenpairs of the {name}, got {got} when the time was over. "
-        f"Error bounds count what is missing. Give more time ({resume}), a smaller rank, or fewer "
-        f"parameters, such as {option('params', LastLayer())}.",
+    warn(
+        f"max_seconds: expected {task.rank} eigenpairs of the {task.name}, got {got} when the time "
+        f"was over. Error bounds count what is missing. Give more time ({resume}), a smaller rank, "
+        f"or fewer parameters, such as {option('params', LastLayer())}.",
         ConvergenceWarning,
-        stacklevel=4,
     )
 
 
-def _run(
-    name: str,
-    operator: CurvatureOperator,
-    options: FitOptions,
-    rank: int,
-    bar: Progress,
-    growth: ProbeGrowth | None,
-    checkpoint: MatrixCheckpoint | None,
-    deadline: Deadline,
-) -> tuple[EigenPairs, dict[str, Any]]:
-    """Choose a solver and run it; return the last forecast of its time as well."""
-    size, kind = operator.shape[0], options.solver
-    if kind == "auto":
-        small = size <= _ALWAYS_DENSE or (size <= _MOSTLY_DENSE and 8 * rank >= size)
-        kind = "dense" if small else "krylov"
+def _run(task: Task, bar: Progress) -> EigenPairs:
+    operator, options, growth, rank = task.operator, task.options, task.growth, task.rank
     tolerance = options.residual_tolerance
     if tolerance is None:
         tolerance = residual_tolerance(operator.dtype, operator.problem.l2)
+    few = (
+        1
+        if not isinstance(operator, RowOperator)
+        else _GROWING_BLOCK
+        if growth
+        else default_block_size(rank)
+    )
+    block = {"krylov": few, "dense": _DENSE_BLOCK}.get(task.solver, 1)
+    report = _Steps(task, bar, block)
     matrix = _OwnColumns(operator, rank + options.smallest)
-    is_hessian = isinstance(operator, HessianOperator)
-    block = 1 if is_hessian else _GROWING_BLOCK if growth else default_block_size(rank)
-    room = _vectors_within(operator, rank + options.smallest, block, growth)
-    forecast: Forecast | None = None
-
-    def report(products: int, done: int) -> None:
-        assert forecast is not None
-        aim = "" if growth is None else f", {growth.aim}"
-        forecast.step(products)
-        bar.show(done, f"{products} products{aim}", forecast.left())
-
-    def begin(kind: str, block: int, most: int) -> Forecast:
-        return Forecast(
-            name,
-            operator,
-            bar.line,
-            kind=kind,
-            pairs=rank,
-            block=block,
-            is_open=growth is not None and kind == "krylov",
-            most=most,
+    limited: dict[str, Any] = {
+        "tolerance": tolerance,
+        "max_products": options.max_products,
+        "seed": options.seed,
+        "on_step": report,
+    }
+    if task.solver == "dense":
+        pairs = _own(eigen.dense(operator, rank, on_step=report), operator)
+        if growth is not None:
+            growth.least = pairs.exact_least
+            projections = operator.spaces.reached.inner(
+                growth.rows, operator.spaces.select(pairs.vectors)
+            )
+            pairs = pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
+    elif task.solver == "arpack":
+        pairs = _own(eigen.arpack(operator, rank, **limited), operator)
+    elif task.solver == "incremental":
+        is_over = task.deadline.is_over
+        pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=is_over)
+    else:
+        pairs = eigen.block_krylov(
+            matrix,
+            rank,
+            block_size=block,
+            smallest=options.smallest,
+            max_vectors=_vectors_within(task, block),
+            growth=growth,
+            checkpoint=task.checkpoint,
+            is_over=task.deadline.is_over,
+            **limited,
         )
-
-    try:
-        if kind == "dense":
-            forecast = begin(kind, 64, size)
-            try:
-                pairs = eigen.dense(operator, rank, on_step=_in_time(report, size, deadline))
-            except _TooLongError:
-                kind = "krylov"
-            else:
-                pairs = _cut(pairs, operator, growth) if growth else _own(pairs, operator)
-                return pairs, forecast.end()
-        if kind == "arpack":
-            forecast = begin(kind, 1, size)
-            pairs = eigen.arpack(
-                operator,
-                rank,
-                tolerance=tolerance,
-                max_products=options.max_products,
-                seed=options.seed,
-                on_step=report,
-            )
-            return _own(pairs, operator), forecast.end()
-        if kind == "incremental" and not is_hessian:
-            forecast = begin(kind, 1, 2 * rank)
-            pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=deadline.is_over)
-        else:
-            forecast = begin("krylov", block, room)
-            pairs = eigen.block_krylov(
-                matrix,
-                rank,
-                block_size=block,
-                smallest=options.smallest,
-                tolerance=tolerance,
-                max_products=options.max_products,
-                max_vectors=room,
-                seed=options.seed,
-                growth=growth,
-                on_step=report,
-                checkpoint=checkpoint,
-                is_over=deadline.is_over,
-            )
-    finally:
-        foreseen = {} if forecast is None else forecast.end()
-    if matrix.is_reached:
+    if matrix.is_reached and task.solver in ("krylov", "incremental"):
         pairs = embed(pairs, operator.spaces, operator.problem.l2)
-    return pairs, foreseen
-
-
-class _TooLongError(Exception):
-    """The matrix will not be formed in time."""
-
-
-def _in_time(report: OnStep, size: int, deadline: Deadline) -> OnStep:
-    """Report products, of `size` in all, and stop them where there is no time for them."""
-    started = time.monotonic()
-
-    def step(products: int, done: int) -> None:
-        report(products, done)
-        ahead = (time.monotonic() - started) * (size - products) / products
-        if products < size and deadline.is_over(ahead):
-            raise _TooLongError
-
-    return step
+    return pairs
 
 
 class _OwnColumns:
     """A curvature matrix as solvers work on it: rows of the columns of this process.
 
-    Attributes:
-        is_reached: whether it is restricted to the parameters that the examples reach, where these
-            are enough for the eigenvalues that are wanted.
+    It is restricted to the parameters that the examples reach (`is_reached`) where these are enough
+    for the eigenvalues that are wanted.
     """
 
     def __init__(self, operator: CurvatureOperator, wanted: int) -> None:
@@ -283,31 +269,68 @@ def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
     return replace(pairs, vectors=pairs.vectors[:, operator.spaces.whole.own].clone())
 
 
-def _cut(pairs: EigenPairs, operator: CurvatureOperator, growth: ProbeGrowth) -> EigenPairs:
-    """Keep as many of all pairs as are enough."""
-    growth.least = pairs.exact_least
-    pairs, spaces = _own(pairs, operator), operator.spaces
-    projections = spaces.reached.inner(growth.rows, spaces.select(pairs.vectors))
-    return pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
-
-
-def _vectors_within(
-    operator: CurvatureOperator, pairs: int, block_size: int, growth: ProbeGrowth | None
-) -> int:
+def _vectors_within(task: Task, block_size: int) -> int:
     """Return how far a Krylov basis may grow before it is restarted.
 
     As far as it usually needs to, so that it is not restarted at all; but within its share of the
     memory budget. Vectors of the reached parameters alone are shorter, and there may be more.
     """
     # Of the process with the most columns, so that all come to the same number.
-    spaces = operator.spaces
+    spaces, pairs = task.operator.spaces, task.rank + task.options.smallest
     size, columns = (max(space.columns.widths) for space in (spaces.whole, spaces.reached))
-    row = max(1, columns) * operator.dtype.itemsize
-    fitting = share(operator.problem.memory_budget, BASIS) // row
-    if growth is not None:
+    row = max(1, columns) * task.operator.dtype.itemsize
+    fitting = share(task.operator.problem.memory_budget, BASIS) // row
+    if task.growth is not None:
         return max(fitting, 4 * block_size)
     usual = int(_USUAL_GROWTH * pairs) - 4 * block_size
     if columns < size:  # the pairs are expanded at the end, beside the basis
         usual = max(usual, int((_USUAL_GROWTH - 1) * pairs * size / columns) - 4 * block_size)
     usual = max(usual, pairs + _LEAST_GROWTH)
     return max(min(usual, fitting - 2 * block_size), pairs + 2 * block_size)
+
+
+class _Steps:
+    """The steps of a solver, shown with the time that is left; a long one is announced.
+
+    The time is forecast from that of the first products, which set up what the others use, and from
+    how many products trained networks usually take.
+    """
+
+    def __init__(self, task: Task, bar: Progress, block: int) -> None:
+        self._task, self._bar = task, bar
+        self._is_open = task.growth is not None and task.rank > _SOME_PAIRS
+        self._pairs = min(task.rank, _SOME_PAIRS) if self._is_open else task.rank
+        size = task.operator.shape[0]
+        rows = task.operator.num_rows if isinstance(task.operator, RowOperator) else size
+        usual = int(_USUAL_GROWTH * self._pairs) + (4 * block if block > 1 else _FIRST)
+        krylov = max(self._pairs, min(usual, size, rows + 2 * block))
+        self._total = {"dense": size, "incremental": rows}.get(task.solver, krylov)
+        self._first: tuple[float, int] | None = None
+        self._is_announced = False
+
+    def __call__(self, products: int, done: int) -> None:
+        """Show a step, after so many products (rows, if incremental) and converged pairs."""
+        aim = "" if self._task.growth is None else f", {self._task.growth.aim}"
+        self._bar.show(done, f"{products} products{aim}", self._left(products))
+
+    def _left(self, products: int) -> float | None:
+        """Return the seconds that are left, as far as that can be said."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, products
+        started, before = self._first
+        if now - started < _ENOUGH:
+            return None
+        each = (now - started) / max(1, products - before)
+        left = each * max(0, self._total - products)
+        if left > _WORTH_ANNOUNCING and not self._is_announced:
+            aim = option("tolerance") if self._is_open else option("rank")
+            opg = "" if self._task.name == "opg" else f"{option('estimator', 'opg')}, "
+            self._bar.line(
+                f"Eigenpairs of the {self._task.name}: expected about {left / 60:.0f} minutes more "
+                f"for {'every ' if self._is_open else ''}{self._pairs} pairs. Less: {opg}"
+                f"{option('params', LastLayer())}, another {aim}, a part of the data, or "
+                f"{option('max_seconds')}."
+            )
+        self._is_announced = True
+        return None if self._is_open else left or None

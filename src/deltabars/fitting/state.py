@@ -1,40 +1,163 @@
-"""The data of a fit: one frozen object, which every algorithm that works on a fit takes.
+"""The options of a fit and its data: two frozen records, which everything else takes.
 
-`DeltaFit` is this object with methods for users. Quantities that follow from the data alone
-(covariances, the overlap of two bases) are computed when they are first needed, and kept.
+`FitOptions` serves the solvers, the manifest and the identity of checkpoints. `FittedState` is what
+an algorithm needs of a fit; `DeltaFit` is that, with methods for users. What follows from the data
+alone (covariances, the overlap of two bases) is computed when it is first needed, and kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from deltabars.covariance import build_covariance
-from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.estimators import Covariance
-from deltabars.covariance.tail import Defects
+from deltabars.covariance.base import Covariance, Defects
+from deltabars.covariance.estimators import (
+    DEFAULT_ESTIMATOR,
+    ESTIMATORS,
+    build_covariance,
+)
 from deltabars.curvature.pullback import Pullback
-from deltabars.eigen.pairs import EigenPairs
+from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
 from deltabars.likelihoods.base import Likelihood
-from deltabars.problem.behaviour import Behaviour
-from deltabars.problem.inputs import Signature
-from deltabars.problem.network import Network
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.prediction.prediction import Evidence
+from deltabars.problem.data import Signature
+from deltabars.problem.network import Behaviour, Network
+from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
 from deltabars.runtime.vectors import products
 
+SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
+DEFAULT_RANK = 100
+DEFAULT_TOLERANCE = 0.05  # of `rank="auto"`
+
+_LEAST = {"seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
+_FAR, _FAR_RELATIVE = 1.0, 0.5  # error bars; of the relative gradient
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁
 _SECOND = 8  # products with a Hessian, relative to λ₁, beyond what consistent products show
 _PROJECTION = 2
 _SHIFT = 8  # F
 _RESULT = 4
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is not a whole number from `least` on."""
+    if not is_whole(value) or not least <= value < 2**63:
+        raise BadValueError(f"{name}: expected a whole number from {least} on, got {value!r}.")
+
+
+def check_positive(name: str, value: Any, example: str = "") -> None:
+    """Refuse what is not a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise BadValueError(f"{name}: expected a number above zero{example}, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The options of `fit`, by the names of its arguments; all are checked here."""
+
+    estimator: str = DEFAULT_ESTIMATOR
+    rank: int | str | None = None  # None until P is known (see `resolved`)
+    tolerance: float | None = None
+    probe: str | None = None  # "given" where inputs were given for it
+    solver: str = "auto"
+    seed: int = 0
+    memory_budget: int | None = None
+    batch_size: int | None = None
+    residual_tolerance: float | None = None
+    max_products: int | None = None
+    smallest: int = 0
+    max_seconds: float | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("estimator", ESTIMATORS), ("solver", SOLVERS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise BadValueError(f"{name}: expected one of {list(known)}, got {value!r}.")
+        self._check_rank()
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if least == 0 or value is not None:
+                check_whole(name, value, least)
+                object.__setattr__(self, name, int(value))
+        if self.residual_tolerance is not None:
+            check_positive("residual_tolerance", self.residual_tolerance)
+        if self.max_seconds is not None:
+            check_positive("max_seconds", self.max_seconds, ", such as 600")
+            seconds = float(self.max_seconds)
+            object.__setattr__(self, "max_seconds", seconds if seconds < math.inf else None)
+        self._check_solver()
+
+    def _check_rank(self) -> None:
+        if self.is_automatic:
+            if self.tolerance is not None:
+                check_positive("tolerance", self.tolerance, ", such as 0.05 for 5 % of a score")
+            return
+        if isinstance(self.rank, str):
+            raise BadValueError(f"rank: expected a whole number or 'auto', got {self.rank!r}.")
+        if self.tolerance is not None or self.probe is not None:
+            raise BadValueError(
+                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
+                f"{option('rank', self.rank)}."
+            )
+        if self.rank is not None:
+            check_whole("rank", self.rank)
+            object.__setattr__(self, "rank", int(self.rank))
+
+    def _check_solver(self) -> None:
+        matrices = ESTIMATORS[self.estimator]
+        if self.is_automatic and self.solver in ("arpack", "incremental"):
+            raise BadValueError(
+                f"solver: expected 'auto', 'krylov' or 'dense' with {option('rank', 'auto')}, got "
+                f"{self.solver!r}, which must know the rank before it starts."
+            )
+        if self.solver == "incremental" and matrices == ("hessian",):
+            raise BadValueError(
+                "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got "
+                "'incremental', which works on rows of gradients (opg, ggn, and the opg part of a "
+                "sandwich)."
+            )
+        if self.smallest and ("hessian" not in matrices or self.solver == "arpack"):
+            raise BadValueError(
+                f"smallest: expected 0, got {self.smallest}: the lower end of the spectrum is "
+                "computed for a Hessian, by the solvers 'krylov' and 'dense'. (That of opg and ggn "
+                "is λ.)"
+            )
+        if self.max_seconds is not None and self.solver in ("dense", "arpack"):
+            raise BadValueError(
+                "max_seconds: expected solver 'auto', 'krylov' or 'incremental', got "
+                f"{self.solver!r}, which has no pairs before its end."
+            )
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the rank is chosen by a probe."""
+        return self.rank == "auto"
+
+    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2Rates) -> None:
+        """Refuse what is wrong for a model whatever the data are, before these are read."""
+        space = ParameterSpace.select(model, params)
+        Prior.read(l2, space)
+        if isinstance(self.rank, int):
+            check_rank(self.rank, space.size)
+
+    def resolved(self, num_parameters: int) -> FitOptions:
+        """Return the same with a rank, where none was given."""
+        rank = min(DEFAULT_RANK, num_parameters) if self.rank is None else self.rank
+        return replace(self, rank=rank)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all options by name."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +203,7 @@ class FittedState:
     def __reduce__(self) -> tuple[Any, ...]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: dict(values[name]) for name in ("spectra", "diagnostics")}
-        return _rebuilt, (type(self), values | plain)
+        return partial(type(self), **(values | plain)), ()
 
     @property
     def num_parameters(self) -> int:
@@ -127,8 +250,7 @@ class FittedState:
         """M = Q_Hᵀ Q_G (K, K), in float64."""
         if self.known_overlap is not None:
             return self.known_overlap
-        h, g = (self.spectra[name].vectors for name in ("hessian", "opg"))
-        return products(h, g)
+        return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
     @cached_property
     def _covariances(self) -> dict[tuple[str, int, bool], Covariance]:
@@ -174,6 +296,23 @@ class FittedState:
             )
         return self._covariances[key]
 
+    def evidence(self, rank: int, estimator: str) -> Evidence:
+        """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
+        last = set(LastLayer().names(self.network.model))
+        known = self.diagnostics
+        # Diagnostics from a file may be anything: what is no number is no evidence.
+        gradient, distance = (
+            float(value) if isinstance(value, int | float) else None
+            for value in map(known.get, ("relative_gradient", "distance_from_optimum"))
+        )
+        return Evidence(
+            rank,
+            estimator == "opg",
+            set(self.network.parameters.names) <= last,
+            off_optimum(gradient or 0.0, distance),
+            known.get("at_chance") is True,
+        )
+
     def served(self, asked: str | Sequence[str] | None) -> list[str]:
         """Return the names of the wanted estimators; refuse those that the fit does not serve."""
         if asked is None:
@@ -184,7 +323,7 @@ class FittedState:
             for name, needed in ESTIMATORS.items()
             if all(matrix in self.spectra for matrix in needed)
         ]
-        for name in names:
+        for name in names or ["an empty list"]:
             if name not in possible:
                 advice = (
                     f" Fit with {option('estimator', name)} for it." if name in ESTIMATORS else ""
@@ -193,10 +332,6 @@ class FittedState:
                     f"estimator: expected one of {possible}, which this {self.estimator} fit can "
                     f"serve, got {name!r}.{advice}"
                 )
-        if not names:
-            raise BadValueError(
-                f"estimator: expected one or more of {possible}, got an empty list."
-            )
         return names
 
     def shows_progress(self, progress: Any) -> bool:
@@ -206,8 +341,16 @@ class FittedState:
         return self.progress if progress is None else progress
 
 
-def _rebuilt(kind: type[FittedState], values: dict[str, Any]) -> FittedState:
-    return kind(**values)
+def off_optimum(relative_gradient: float, distance: float | None) -> str:
+    """Describe how far from an optimum the weights are; empty where error bars are larger.
+
+    The distance is that of predictions from those at the optimum, in error bars; None if not known.
+    """
+    if relative_gradient <= _FAR_RELATIVE or (distance is not None and distance <= _FAR):
+        return ""
+    if distance is None:
+        return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
+    return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
 
 
 def _defects_of(name: str, pairs: EigenPairs) -> Defects:

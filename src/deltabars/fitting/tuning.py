@@ -1,110 +1,39 @@
-"""λ after a fit: by the evidence of Laplace's method, or by the loss on validation data."""
+"""λ and σ after a fit: both can be changed, estimated and tuned without new eigenpairs.
+
+A fit holds the eigenpairs of the loss ½‖r‖², which its λ belongs to. −log p is that loss over σ²,
+and the cost with it, so that, with A and A_G the data parts at σ = 1,
+
+    H, GGN = (A + λI)/σ²        G = A_G/σ⁴ + λI/σ² = (A_G/σ² + λI)/σ²
+
+The common factor 1/σ² is a factor of N, in Σ = H⁻¹/N as in H⁻¹GH⁻¹/N: an example counts 1/σ² times
+as much. What remains is the data part of G, over σ². Neither eigenvectors nor λ change.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltabars.covariance.estimators import ESTIMATORS
-from deltabars.covariance.estimators import Covariance
+from deltabars.eigen.pairs import warn_about_values
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
-from deltabars.fitting.hyperparameters import noises_at, with_l2
 from deltabars.fitting.state import FittedState
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
-from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.likelihoods.gaussian import Gaussian, check_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
-from deltabars.problem.batches import iterate, labelled
-from deltabars.problem.prior import L2Rates, scaled
+from deltabars.problem.data import iterate, labelled
+from deltabars.problem.parameters import L2Rates, Prior, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-
-_READ_SIZE = 1024  # examples
-
-
-def validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
-    """Return the mean −log p(target) for each λ, (n,), float64.
-
-    p is the moderated probability, or has the total standard deviation.
-
-    F and its projections are computed once, for all λ. Cost: that of one prediction of the data,
-    and n·C·K operations an example.
-    """
-    names = ESTIMATORS[state.estimator]
-    method = "sampling" if state.likelihood.discrete else None
-    with full_precision(state.network.device):
-        covariances = _covariances(state, levels)
-    scorer = Scorer(
-        state.pullback,
-        state.likelihood,
-        state.signature,
-        {matrix: state.spectra[matrix].vectors for matrix in sorted(names)},
-        covariances,
-        "probability",
-        "rigorous",
-        with_covariance=False,
-        classes=None,
-        moderation=choose_moderation(
-            method, SAMPLES, 0, state.num_outputs, state.likelihood, subset=False
-        ),
-        memory_budget=state.memory_budget,
-    )
-    total, count = torch.zeros(len(levels), dtype=torch.float64), 0
-    with Progress("Validating", None, "example", state.progress) as bar:
-        noises = noises_at(state, levels).tolist()
-        for raw in iterate(data, _READ_SIZE):
-            batch = labelled(raw, state.likelihood.counted)
-            assert batch.targets is not None
-            if not len(batch):
-                continue
-            found = scorer.predict(batch.inputs, None, False)
-            targets = state.likelihood.arranged(batch.targets, state.num_outputs)
-            targets = targets.to(state.network.device)
-            state.likelihood.check_targets(found["0"].mean, targets)
-            for place, prediction in enumerate(found.values()):
-                losses = _losses(state.likelihood, prediction, targets, noises[place])
-                total[place] += float(losses.sum())
-            count += len(targets)
-            bar.show(count)
-    if not count:
-        raise DataError("Validation data: expected at least one example, got none.")
-    return total / count
-
-
-def _covariances(state: FittedState, levels: Tensor) -> dict[str, Covariance]:
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SpectrumWarning)  # of λs that are only tried
-        for place, level in enumerate(levels.tolist()):
-            moved = with_l2(state, scaled(state.l2, level / state.level))
-            found[str(place)] = moved.covariance_of(state.estimator, state.rank)
-    return found
-
-
-def _losses(
-    likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
-) -> Tensor:
-    """Compute −log p of each target, at a given noise, (B,)."""
-    if isinstance(likelihood, Gaussian):
-        total_std = (prediction.variance + noise**2).sqrt()
-        gap = (targets - prediction.mean) / total_std
-        density = 0.5 * gap.square() + total_std.log() + 0.5 * math.log(2 * math.pi)
-        return density.sum(-1)
-    assert prediction.moderated is not None
-    if isinstance(likelihood, Bernoulli):
-        right = torch.where(targets > 0, prediction.moderated, 1 - prediction.moderated)
-        return -right.log().sum(-1)
-    return -prediction.moderated.gather(1, targets.long()[:, None]).squeeze(1).log()
-
 
 METHODS = ("marginal_likelihood", "validation")
 DATA_TRACE = "data_trace"
@@ -113,6 +42,136 @@ _DECADES = 6  # to either side of the fitted λ; on validation data a half of th
 _GRID = 241
 _TRIED = 61  # on validation data: ten a decade
 _ZOOMS = 6  # each to the neighbours of the best point
+_READ_SIZE = 1024  # examples
+_HALVINGS = 64  # of an interval of σ: to the last bit
+
+State = TypeVar("State", bound=FittedState)
+
+
+def with_l2(state: State, l2: L2Rates) -> State:
+    """Move a fit to another λ; estimate its noise anew if it was estimated. Cost: nothing."""
+    prior = Prior.read(l2, state.network.parameters, state.prior.scales or None)
+    shift = prior.level - state.level
+    spectra = {name: pairs.mapped(1.0, shift) for name, pairs in state.spectra.items()}
+    for name, pairs in spectra.items():
+        warn_about_values(name, pairs, prior.level, was_moved=True)
+    diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}
+    return with_settled_noise(state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics))
+
+
+def with_settled_noise(state: State) -> State:
+    """Estimate the noise of a fit where its likelihood has an estimated one; it depends on λ."""
+    likelihood = state.likelihood
+    if not isinstance(likelihood, Gaussian):
+        return state
+    is_open = likelihood.noise is None or likelihood.estimated
+    return with_noise(state, None) if is_open else state
+
+
+def with_noise(state: State, noise: Any) -> State:
+    """Move a fit to another noise; None or `"estimate"` takes that of the residuals.
+
+    Raises:
+        BadValueError: no Gaussian likelihood; to estimate it from, no residuals, or no more targets
+            than effective parameters.
+    """
+    if not isinstance(state.likelihood, Gaussian):
+        raise BadValueError(
+            f"noise: expected a fit with a Gaussian likelihood, got {state.likelihood.name}, which "
+            "has none."
+        )
+    given = check_noise(noise)
+    found = given
+    if found is None:
+        found = float(_estimates(state, torch.tensor([state.level], dtype=torch.float64))[0])
+        if not 0 < found < math.inf:
+            targets = state.num_examples * state.num_outputs
+            few = f"{targets:,} targets for as many effective parameters or more"
+            raise BadValueError(
+                "noise: expected residuals to estimate it from, got "
+                f"{few if found else 'none: every target is met exactly'}. Give it, for example "
+                "with likelihood=deltabars.likelihoods.Gaussian(noise=0.1)."
+            )
+    likelihood = replace(state.likelihood, noise=found, estimated=given is None)
+    return state.moved(likelihood=likelihood)
+
+
+def _noises(state: FittedState, levels: Tensor) -> Tensor:
+    """Return the σ of a fit at each λ, (n,), float64: given, or estimated there; else 1."""
+    likelihood = state.likelihood
+    if isinstance(likelihood, Gaussian) and likelihood.estimated:
+        return _estimates(state, levels)
+    return torch.full_like(levels, state.noise or 1.0, dtype=torch.float64)
+
+
+def _estimates(state: FittedState, levels: Tensor) -> Tensor:
+    """Estimate σ of a fit at each λ, (n,), float64: σ̂² = RSS/(N·C − γ).
+
+    γ is the number of effective parameters in the computed pairs (of a sandwich, of the Hessian).
+    γ of G depends on σ: then σ̂ is where both sides agree, which is at one point, as
+    σ²·(N·C − γ(σ)) grows with σ. Zero where every target is met exactly; infinite where there are
+    no more targets than effective parameters.
+    """
+    name, targets = state.main_matrix, state.num_examples * state.num_outputs
+    found = (state.spectra[name].values - state.level).cpu()  # of the data part at noise 1, (K,)
+    levels = levels.double()[:, None]
+    squares = 2 * state.num_examples * state.diagnostics["mean_loss"]  # RSS
+
+    def left(noise: Tensor) -> Tensor:
+        data = found / noise[:, None] ** 2 if name == "opg" else found
+        values = data + levels
+        return targets - torch.where(values > 0, data / values, 0.0).sum(1)
+
+    low = torch.full_like(levels[:, 0], squares / targets).sqrt()
+    if squares == 0:
+        return low
+    rest = left(low)
+    high = (squares / rest).sqrt()  # γ falls as σ grows: σ̂ is not above this
+    for _ in range(_HALVINGS if name == "opg" else 0):
+        middle = (low + high) / 2
+        below = middle**2 * left(middle) < squares
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return torch.where(rest > 0, high, torch.inf)
+
+
+def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log marginal likelihood at each λ and its bounds, (n,), float64.
+
+    Laplace's method at ω̂: log p(data | ω̂) − ½N·λ‖ω̂‖² − ½ Σ log(1 + μₖ/λ), μ the eigenvalues of the
+    data part. K of them are known; the m others that the data reach lie between 0 and μ_K and sum
+    up to what the trace leaves. The value is the middle. Of a Hessian, whose other eigenvalues lie
+    to both sides of λ, it is that of a tail at λ, and the bounds hold if they are all above.
+    """
+    name = state.main_matrix
+    pairs, levels = state.spectra[name], levels.double()
+    known = (pairs.values - state.level).clamp(min=0).cpu()  # μ at noise 1, (K,)
+    trace = state.diagnostics[name].get(DATA_TRACE)
+    others = max(0, state.diagnostics["parameters_reached"] - len(known))  # m
+    point, scale = state.network.point.double(), state.network.scale
+    square = float((point if scale is None else point / scale).square().sum())
+    precision = _noises(state, levels) ** -2
+    targets = 0 if state.noise is None else state.num_examples * state.num_outputs
+    cost = state.diagnostics["mean_loss"] + 0.5 * levels * square
+    cost = state.num_examples * precision * cost
+    cost = cost + 0.5 * targets * (2 * math.pi / precision).log()
+    floors = levels / precision if name == "opg" else levels  # log(1 + σ⁻²·μ/λ) = log(1 + μ/floor)
+    determinant = torch.log1p(known / floors[:, None]).sum(1)
+    most = known[-1].double()
+    at_most = torch.log1p(most / floors)
+    least = largest = torch.zeros_like(levels)
+    if others and float(most):
+        if trace is None:
+            largest = others * at_most
+        else:
+            total = min(max(0.0, trace - float(known.sum())), others * float(most))
+            least = total / most * at_most
+            largest = others * torch.log1p(total / (others * floors))
+    if pairs.slack:  # the known ones may be more, and the others then have less to share
+        more = torch.log1p((known + pairs.slack) / floors[:, None]).sum(1)
+        least, largest = torch.zeros_like(levels), largest + more - determinant
+    base = -cost - 0.5 * determinant
+    middle = 0.0 if trace is None else 0.25 * (least + largest)
+    return base - middle, base - 0.5 * largest, base - 0.5 * least
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +183,7 @@ class Tuning:
         l2: the best λ (or λs by name pattern, times a common factor).
         fit: the `DeltaFit` with that λ.
         fitted_level: the λ that the search started from.
-        levels: the λs that were tried, as they are in the eigenvalues (see `DeltaFit.level`),
-            ascending, (n,).
+        levels: the λs that were tried, as in the eigenvalues (see `DeltaFit.level`), (n,).
         values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
         low, high: what the log marginal likelihood lies between, (n,); None for a loss.
         at_edge: whether the best one is the first or the last: the optimum may lie beyond.
@@ -148,96 +206,14 @@ class Tuning:
         return self.l2
 
     def __repr__(self) -> str:
-        best = int(self.values.argmax() if self.low is not None else self.values.argmin())
-        what = "log marginal likelihood" if self.low is not None else "validation loss"
-        text = f"Tuning: l2 = {self.l2}, {what} {float(self.values[best]):.6g}"
-        if self.low is not None and self.high is not None:
-            text += f" (between {float(self.low[best]):.6g} and {float(self.high[best]):.6g})"
-        return text + (", at the edge of the search" if self.at_edge else "")
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The log marginal likelihood of a fit as a function of λ.
-
-    Attributes:
-        loss: N times the mean loss at ω̂: −log p(data | ω̂); of regression at noise 1, without its
-            constant.
-        num_examples: N.
-        targets: N·C of regression, zero of the others.
-        square: ‖ω̂‖², in the coordinates in which λ is one number.
-        eigenvalues: μ₁ ≥ … ≥ μ_K of the data part at noise 1, (K,).
-        others: m, how many further parameters the data reach.
-        their_sum: t, the sum of the other eigenvalues; None where it is not known.
-        slack: how much too low the eigenvalues can be (see `EigenPairs.slack`).
-        noises: from λs to the σ of each.
-        is_over_noise: whether the eigenvalues are to be divided by σ² (those of G).
-    """
-
-    loss: float
-    num_examples: int
-    targets: int
-    square: float
-    eigenvalues: Tensor
-    others: int
-    their_sum: float | None
-    slack: float
-    noises: Callable[[Tensor], Tensor]
-    is_over_noise: bool
-
-    @classmethod
-    def of(cls, state: FittedState) -> Evidence:
-        """Make that of a fit's main matrix: its own, or the Hessian of a sandwich."""
-        name = ESTIMATORS[state.estimator][0]
-        pairs = state.spectra[name]
-        eigenvalues = (pairs.values - state.level).clamp(min=0).cpu()
-        point, scale = state.network.point.double(), state.network.scale
-        if scale is not None:
-            point = point / scale
-        trace = state.diagnostics[name].get(DATA_TRACE)
-        rest = None if trace is None else max(0.0, trace - float(eigenvalues.sum()))
-        return cls(
-            state.num_examples * state.diagnostics["mean_loss"],
-            state.num_examples,
-            0 if state.noise is None else state.num_examples * state.num_outputs,
-            float(point.square().sum()),
-            eigenvalues,
-            max(0, state.diagnostics["parameters_reached"] - len(eigenvalues)),
-            rest,
-            pairs.slack,
-            partial(noises_at, state),
-            name == "opg",
+        edge = ", at the edge of the search" if self.at_edge else ""
+        if self.low is None or self.high is None:
+            return f"Tuning: l2 = {self.l2}, validation loss {float(self.values.min()):.6g}{edge}"
+        best = int(self.values.argmax())
+        return (
+            f"Tuning: l2 = {self.l2}, log marginal likelihood {float(self.values[best]):.6g} "
+            f"(between {float(self.low[best]):.6g} and {float(self.high[best]):.6g}){edge}"
         )
-
-    def interval(self, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the value for each λ and its lower and upper bound, (n,), float64.
-
-        The value is the middle. Of a Hessian, whose other eigenvalues lie to both sides of λ, it is
-        that of a tail at λ, and the interval holds if they are all above.
-        """
-        levels = levels.double()
-        precision = self.noises(levels) ** -2
-        cost = precision * (self.loss + 0.5 * self.num_examples * levels * self.square)
-        cost = cost + 0.5 * self.targets * (2 * math.pi / precision).log()
-        # log(1 + factor·μ/λ) = log(1 + μ/floor)
-        floors = levels / precision if self.is_over_noise else levels
-        known = torch.log1p(self.eigenvalues / floors[:, None]).sum(1)
-        most = self.eigenvalues[-1].double()
-        at_most = torch.log1p(most / floors)
-        if self.others == 0 or float(most) == 0:
-            least = largest = torch.zeros_like(levels)
-        elif self.their_sum is None:
-            least, largest = torch.zeros_like(levels), self.others * at_most
-        else:
-            count, total = self.others, min(self.their_sum, self.others * float(most))
-            least = total / most * at_most
-            largest = count * torch.log1p(total / (count * floors))
-        if self.slack:  # the known ones may be more, and the others then have less to share
-            more = torch.log1p((self.eigenvalues + self.slack) / floors[:, None]).sum(1)
-            least, largest = torch.zeros_like(levels), largest + more - known
-        base = -cost - 0.5 * known
-        middle = 0.0 if self.their_sum is None else 0.25 * (least + largest)
-        return base - middle, base - 0.5 * largest, base - 0.5 * least
 
 
 def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
@@ -250,50 +226,104 @@ def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
                 "data: expected validation data (inputs and targets) for method='validation', got "
                 "none. method='marginal_likelihood' needs none."
             )
-        return _by_validation(state, data)
-    if data is not None:
-        raise BadValueError(
-            "data: expected none for method='marginal_likelihood', which follows from the fit, got "
-            "some. Choose method='validation' to use them."
-        )
-    evidence = Evidence.of(state)
-
-    def search(levels: Tensor) -> Tensor:
-        return evidence.interval(levels)[0]
-
-    levels = _levels(state, _DECADES, _GRID)
-    best, at_edge = _maximum(search, levels)
-    levels = torch.cat([levels, best[None]]).sort().values
-    values, low, high = evidence.interval(levels)
+        levels = _levels(state, _DECADES / 2, _TRIED)
+        values, low, high = _validation_losses(state, data, levels), None, None
+        index = int(values.argmin())
+        best, at_edge = levels[index], index in (0, len(levels) - 1)
+    else:
+        if data is not None:
+            raise BadValueError(
+                "data: expected none for method='marginal_likelihood', which follows from the "
+                "fit, got some. Choose method='validation' to use them."
+            )
+        levels = _levels(state, _DECADES, _GRID)
+        best, at_edge = _maximum(lambda tried: log_evidence(state, tried)[0], levels)
+        levels = torch.cat([levels, best[None]]).sort().values
+        values, low, high = log_evidence(state, levels)
     l2 = scaled(state.l2, float(best) / state.level)
     return Tuning(method, l2, with_l2(state, l2), state.level, levels, values, low, high, at_edge)
-
-
-def _by_validation(state: FittedState, data: Any) -> Tuning:
-    levels = _levels(state, _DECADES / 2, _TRIED)
-    values = validation_losses(state, data, levels)
-    place = int(values.argmin())
-    l2 = scaled(state.l2, float(levels[place]) / state.level)
-    at_edge = place in (0, len(levels) - 1)
-    return Tuning(
-        "validation", l2, with_l2(state, l2), state.level, levels, values, None, None, at_edge
-    )
 
 
 def _levels(state: FittedState, decades: float, count: int) -> Tensor:
     """Return the λs to try, without those at which no noise can be estimated."""
     levels = state.level * 10 ** torch.linspace(-decades, decades, count, dtype=torch.float64)
-    return levels[noises_at(state, levels).isfinite()]
+    return levels[_noises(state, levels).isfinite()]
 
 
-def _maximum(function: Any, levels: Tensor) -> tuple[Tensor, bool]:
+def _maximum(function: Callable[[Tensor], Tensor], levels: Tensor) -> tuple[Tensor, bool]:
     """Return where a function of λ is largest, to ten digits, and whether that is at an end."""
-    place = int(function(levels).argmax())
-    if place in (0, len(levels) - 1):
-        return levels[place], True
+    index = int(function(levels).argmax())
+    if index in (0, len(levels) - 1):
+        return levels[index], True
     for _ in range(_ZOOMS):
-        ends = levels[max(place - 1, 0)], levels[min(place + 1, len(levels) - 1)]
-        steps = torch.linspace(0, 1, 41, dtype=torch.float64)
-        levels = ends[0] * (ends[1] / ends[0]) ** steps
-        place = int(function(levels).argmax())
-    return levels[place], False
+        low, high = levels[max(index - 1, 0)], levels[min(index + 1, len(levels) - 1)]
+        levels = low * (high / low) ** torch.linspace(0, 1, 41, dtype=torch.float64)
+        index = int(function(levels).argmax())
+    return levels[index], False
+
+
+def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
+    """Return the mean −log p(target) for each λ, (n,), float64.
+
+    p is the moderated probability, or has the total standard deviation. F and its projections are
+    computed once, for all λ. Cost: that of one prediction of the data, and n·C·K operations an
+    example.
+    """
+    likelihood, covariances = state.likelihood, {}
+    with full_precision(state.network.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpectrumWarning)  # of λs that are only tried
+        for index, level in enumerate(levels.tolist()):
+            moved = with_l2(state, scaled(state.l2, level / state.level))
+            covariances[str(index)] = moved.covariance_of(state.estimator, state.rank)
+    method = "sampling" if likelihood.discrete else None
+    scorer = Scorer(
+        state.pullback,
+        likelihood,
+        state.signature,
+        {name: state.spectra[name].vectors for name in sorted(ESTIMATORS[state.estimator])},
+        covariances,
+        "probability",
+        "rigorous",
+        with_covariance=False,
+        classes=None,
+        moderation=choose_moderation(
+            method, SAMPLES, 0, state.num_outputs, likelihood, subset=False
+        ),
+        memory_budget=state.memory_budget,
+    )
+    total, count = torch.zeros(len(levels), dtype=torch.float64), 0
+    noises = _noises(state, levels).tolist()
+    with Progress("Validating", None, "example", state.progress) as bar:
+        for raw in iterate(data, _READ_SIZE):
+            batch = labelled(raw, likelihood.counted)
+            assert batch.targets is not None
+            if not len(batch):
+                continue
+            found = scorer.predict(batch.inputs, None, False)
+            targets = likelihood.arranged(batch.targets, state.num_outputs)
+            targets = targets.to(state.network.device)
+            likelihood.check_targets(found["0"].mean, targets)
+            for index, prediction in enumerate(found.values()):
+                losses = _losses(likelihood, prediction, targets, noises[index])
+                total[index] += float(losses.sum())
+            count += len(targets)
+            bar.show(count)
+    if not count:
+        raise DataError("Validation data: expected at least one example, got none.")
+    return total / count
+
+
+def _losses(
+    likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
+) -> Tensor:
+    """Compute −log p of each target, at a given noise, (B,)."""
+    if isinstance(likelihood, Gaussian):
+        total_std = (prediction.variance + noise**2).sqrt()
+        gap = (targets - prediction.mean) / total_std
+        density = 0.5 * gap.square() + total_std.log() + 0.5 * math.log(2 * math.pi)
+        return density.sum(-1)
+    assert prediction.moderated is not None
+    if isinstance(likelihood, Bernoulli):
+        right = torch.where(targets > 0, prediction.moderated, 1 - prediction.moderated)
+        return -right.log().sum(-1)
+    return -prediction.moderated.gather(1, targets.long()[:, None]).squeeze(1).log()

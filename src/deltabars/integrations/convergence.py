@@ -16,11 +16,7 @@ def train_to_convergence(
     steps: int = 400,
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> float:
-    """Minimise mean loss + (l2/2)·‖w‖² by full-batch L-BFGS in float64.
-
-    Returns:
-        The norm of the cost's gradient at the end.
-    """
+    """Minimise mean loss + (l2/2)·‖w‖² by L-BFGS in float64; return the norm of the gradient."""
     kind = next(model.parameters()).dtype
     weights = list(model.double().parameters())
     optimiser = torch.optim.LBFGS(

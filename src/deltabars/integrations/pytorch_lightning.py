@@ -1,16 +1,14 @@
-"""The callback for `pytorch_lightning`: error bars at the end of the training."""
+"""The callback for `pytorch_lightning`, beside which `lightning` may be installed as well."""
 
 from __future__ import annotations
 
-from deltabars.errors import MissingDependencyError
-from deltabars.integrations.callbacks import FitsAtTheEnd
+from typing import Any
 
-try:
-    from pytorch_lightning.callbacks import Callback
-except ImportError as error:
-    needed = "This callback needs Lightning: pip install 'deltabars[lightning]'."
-    raise MissingDependencyError(needed) from error
+from deltabars.errors import library
+from deltabars.integrations.lightning import FitsAtTheEnd
+
+Callback: Any = library("pytorch_lightning.callbacks", "lightning").Callback
 
 
-class DeltaBarsCallback(FitsAtTheEnd, Callback):
+class DeltaBarsCallback(FitsAtTheEnd, Callback):  # type: ignore[misc]
     """Fits error bars at the end of `trainer.fit`: see `FitsAtTheEnd` for its arguments."""

@@ -21,7 +21,7 @@ from deltabars.integrations.convergence import train_to_convergence
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.prior import L2Rates
+from deltabars.problem.parameters import L2Rates
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -57,22 +57,12 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         steps: int = 1000,
         random_state: Any = 0,
     ) -> None:
-        self.network = network
-        self.l2 = l2
-        self.estimator = estimator
-        self.rank = rank
-        self.params = params
-        self.prefit = prefit
-        self.steps = steps
+        self.network, self.prefit, self.steps = network, prefit, steps
+        self.l2, self.estimator, self.rank, self.params = l2, estimator, rank, params
         self.random_state = random_state
 
     def predict_error_bars(self, X: Any, **options: Any) -> Prediction:
-        """Return all that deltabars knows of the predictions.
-
-        Args:
-            X: inputs, as in `fit`.
-            options: of `DeltaFit.predict`.
-        """
+        """Return all that deltabars knows of the predictions, by `DeltaFit.predict`."""
         return self.fit_.predict(self._inputs(X), **options)
 
     def predict_std(self, X: Any) -> np.ndarray:
@@ -83,10 +73,8 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         inputs = torch.tensor(X)  # a copy: the array may be read-only
         if self.prefit:
             if not isinstance(self.network, nn.Module):
-                raise BadValueError(
-                    "network: expected a trained torch.nn.Module with prefit=True, got "
-                    f"{type(self.network).__name__}."
-                )
+                got = type(self.network).__name__
+                raise BadValueError(f"network: expected a trained Module with prefit, got {got}.")
             self.network_ = self.network
         else:
             if not isinstance(self.l2, int | float):
@@ -99,15 +87,10 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
             loss = _half_squares if is_real else nn.functional.cross_entropy
             train_to_convergence(self.network_, inputs, targets, self.l2, self.steps, loss)
         kind = next(self.network_.parameters()).dtype
+        data = inputs.to(kind), targets.to(kind) if targets.is_floating_point() else targets
+        options = {"estimator": self.estimator, "rank": self.rank, "params": self.params}
         self.fit_ = fit_error_bars(
-            self.network_,
-            (inputs.to(kind), targets.to(kind) if targets.is_floating_point() else targets),
-            l2=self.l2,
-            estimator=self.estimator,
-            rank=self.rank,
-            params=self.params,
-            likelihood=likelihood,
-            progress=False,
+            self.network_, data, l2=self.l2, likelihood=likelihood, progress=False, **options
         )
 
     def _built(self, features: int, outputs: int) -> nn.Module:
@@ -127,8 +110,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         return validate_data(self, *data, dtype=np.float64, allow_nd=allow_nd, **options)
 
     def _like_y(self, values: Tensor) -> np.ndarray:
-        plain: np.ndarray = values.cpu().numpy()
-        return plain[:, 0] if self._flat else plain
+        return values.cpu().numpy()[:, 0] if self._flat else values.cpu().numpy()
 
     def _inputs(self, X: Any) -> Tensor:
         check_is_fitted(self, "fit_")
@@ -147,15 +129,11 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
     """A classifier whose probabilities have error bars.
 
     Its arguments are those of `DeltaRegressor`, with l2 of mean cross-entropy + (λ/2)·‖ω‖², and the
-    network gives logits. With `prefit=True` its outputs are the classes of `y`, in order.
-
-    Attributes:
-        classes_: the labels, in the order of the columns.
-        fit_: the DeltaFit.
-        network_: the trained network.
+    network gives logits. With `prefit=True` its outputs are the classes of `y`, in order. Fitted,
+    it has the DeltaFit `fit_` and the trained `network_`.
     """
 
-    classes_: np.ndarray
+    classes_: np.ndarray  # the labels, in the order of the columns
 
     def fit(self, X: Any, y: Any) -> DeltaClassifier:
         """Train the network, unless it is trained already, and compute its error bars."""
@@ -184,6 +162,9 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
 class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
     """A regressor whose predictions have error bars.
 
+    Fitted, it has the DeltaFit `fit_`, whose `noise` is estimated from the residuals, and the
+    trained `network_`.
+
     Args:
         network: the number of features and of outputs to a `torch.nn.Module`; or a module, of
             which a copy is trained; or, with `prefit=True`, a trained one, which is used as it is.
@@ -194,10 +175,6 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         prefit: whether the network is trained already; `fit` then computes the error bars alone.
         steps: of L-BFGS at most, on all data at once.
         random_state: of the initial weights.
-
-    Attributes:
-        fit_: the DeltaFit; `fit_.noise` is σ, estimated from the residuals.
-        network_: the trained network.
     """
 
     def fit(self, X: Any, y: Any) -> DeltaRegressor:

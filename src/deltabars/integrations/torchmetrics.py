@@ -58,13 +58,11 @@ class _ScoreMetric(Metric):
                 f"update: expected a prediction with {self.number}, got one without. Predict with "
                 "moderation='sampling' for it."
             )
-        kind = getattr(positive, "dtype", type(positive).__name__)
-        if kind != torch.bool:
-            raise BadValueError(f"update: expected truth values (torch.bool), got {kind}.")
-        if number.ndim != 1 or positive.shape != number.shape:
+        kind, shape = getattr(positive, "dtype", None), getattr(positive, "shape", None)
+        if kind != torch.bool or number.ndim != 1 or shape != number.shape:
             raise BadValueError(
-                f"update: expected a number and a truth value for each of B inputs, got shapes "
-                f"{tuple(number.shape)} and {tuple(positive.shape)}."
+                "update: expected a number and a truth value (torch.bool) for each of B inputs, "
+                f"got shapes {tuple(number.shape)} and {shape}, and {kind}."
             )
         self.number_.append(number.detach().to(self.device))
         self.positive_.append(positive.detach().to(self.device))
@@ -80,34 +78,27 @@ class _ErrorMetric(_ScoreMetric):
     """A metric of right and wrong predictions."""
 
     def update(self, prediction: Prediction | Tensor, targets: Tensor) -> None:
-        """Add a batch.
+        """Add a batch: a Prediction and the true classes (B,).
 
-        Args:
-            prediction: a Prediction, or the inputs' scores (B,).
-            targets: the true classes (B,); with scores, whether the predictions are wrong (B,),
-                of type bool.
+        Or scores (B,), and whether the predictions are wrong (B,), of type bool.
         """
         if isinstance(prediction, Prediction):
-            label = prediction.label
-            if label is None or label.ndim != 1:
+            label, is_truth = prediction.label, targets.dtype == torch.bool
+            shape = None if label is None else tuple(label.shape)
+            if label is None or label.ndim != 1 or targets.shape != label.shape or is_truth:
                 raise BadValueError(
-                    "update: expected a prediction of one class an input, got one of real numbers "
-                    "or of yes and no. Give scores, and whether each prediction is wrong."
-                )
-            if targets.shape != label.shape or targets.dtype == torch.bool:
-                raise BadValueError(
-                    f"targets: expected the true classes of {len(label)} inputs, got "
-                    f"{targets.dtype} of shape {tuple(targets.shape)}."
+                    "update: expected a prediction of one class an input and true classes, got "
+                    f"labels of shape {shape} and targets of shape {tuple(targets.shape)} and "
+                    f"{targets.dtype}. For others give scores, and whether predictions are wrong."
                 )
             targets = label.to(targets.device) != targets
         self._collect(prediction, targets)
 
 
 class ErrorAUROC(_ErrorMetric):
-    """How well a score tells wrong predictions from right ones: the area under its ROC curve.
+    """The chance that a wrong prediction has a higher score than a right one, ties counting half.
 
-    The chance that a wrong prediction has a higher score than a right one, ties counting half; NaN
-    where there are none of one kind.
+    The area under the ROC curve; NaN where there are none of one kind.
     """
 
 
@@ -145,19 +136,13 @@ class ScoreSummary(_ErrorMetric):
 
 
 class ForeignAUROC(_ScoreMetric):
-    """How well a score tells foreign (out-of-distribution) inputs: the area under its ROC curve.
+    """The chance that a foreign (out-of-distribution) input has a higher score than a familiar one.
 
-    The chance that a foreign input has a higher score than a familiar one, ties counting half; NaN
-    where there are none of one kind.
+    The area under the ROC curve; NaN where there are none of one kind.
     """
 
     def update(self, prediction: Prediction | Tensor, foreign: Tensor | bool) -> None:
-        """Add a batch.
-
-        Args:
-            prediction: a Prediction, or the inputs' scores (B,).
-            foreign: whether the inputs are foreign (B,), of type bool; or one truth value for all.
-        """
+        """Add a batch: a Prediction or scores (B,), and whether inputs are foreign, (B,) or one."""
         if isinstance(foreign, bool):
             foreign = torch.full((len(prediction),), foreign)
         self._collect(prediction, foreign)

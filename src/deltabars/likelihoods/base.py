@@ -9,21 +9,25 @@ A likelihood knows, for a batch of outputs z (B, C):
   slope that makes the one Jacobian of the other: ∂m/∂z = diag(slope)·∂η/∂z;
 * Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
 
-All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
+All three derivatives are rows of cotangents of z, to be pulled back to the parameters. Each file of
+a likelihood registers it, with its loss of torch.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError
+from deltabars.errors import BadValueError, DataError, LossWarning, warn
+
+Divisor = Literal["weights", "elements", "nothing"]
 
 
 class Likelihood(ABC):
@@ -33,11 +37,11 @@ class Likelihood(ABC):
     discrete: bool  # whether targets are labels: a prediction of labels has an entropy
 
     def arranged(self, targets: Tensor, num_outputs: int) -> Tensor:
-        """Targets in the shape of C outputs, where they may have another."""
+        """Return targets in the shape of C outputs, where they may have another."""
         return targets
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Which examples have a target, (B,) bool; None where all do. The others are left out."""
+        """Return which examples have a target, (B,) bool; None where all do."""
         return None
 
     @abstractmethod
@@ -46,10 +50,10 @@ class Likelihood(ABC):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each example, (B,)."""
+        """Compute the loss of each example, (B,)."""
 
     def loss_gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """∂loss/∂z of each example, (B, C), by float64: p − y has few digits where p is near y."""
+        """Compute ∂loss/∂z, (B, C), by float64: p − y has few digits where p is near y."""
         at = outputs.detach().double().requires_grad_()
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(self.loss(at, targets).sum(), at)
@@ -68,33 +72,29 @@ class Likelihood(ABC):
         return outputs
 
     def natural_jacobian(self, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
-        """The rows of ∂η/∂z for the classes (B, k), or for all: (B, k, C)."""
+        """Compute the rows of ∂η/∂z for the classes (B, k), or for all: (B, k, C)."""
         return unit_rows(outputs, classes)
 
     @abstractmethod
     def slope(self, outputs: Tensor) -> Tensor:
-        """What each row of ∂η/∂z is multiplied by to make a row of ∂m/∂z, (B, C)."""
+        """Compute the factors of rows of ∂η/∂z that make rows of ∂m/∂z, (B, C)."""
 
     def entropy(self, mean: Tensor, dim: int = -1) -> Tensor:
-        """The entropy (…,) in nats of the labels that a mean (…, C) predicts."""
+        """Compute the entropy (…,) in nats of the labels that a mean (…, C) predicts."""
         raise NotImplementedError(f"the {self.name} likelihood has no labels")
 
     def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
-        """Whether outputs (B, C) are means already, such as those of a softmax, and no logits."""
+        """Return whether outputs (B, C) are means already, and no logits."""
         return False
 
     def moments(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What `constant_answer` needs to know of the targets, summed over them, (k, C)."""
+        """Sum over targets what `constant_answer` needs to know of them, (k, C)."""
         return outputs.new_zeros(0, outputs.shape[1], dtype=torch.float64)
 
     def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
-        """The accuracy, and the least mean loss, of outputs that are the same for all inputs.
+        """Return the accuracy and the least mean loss of outputs that are the same for all inputs.
 
-        Args:
-            moments: of all `count` targets.
-
-        Returns:
-            NaN for an accuracy where targets are no labels, and for what is not known.
+        From the moments of all `count` targets; NaN for what is not known, or has no meaning.
         """
         return math.nan, math.nan
 
@@ -104,18 +104,14 @@ class Likelihood(ABC):
 
     @abstractmethod
     def label(self, mean: Tensor) -> Tensor | None:
-        """The predicted label, from the mean."""
+        """Return the predicted label, from the mean."""
 
     def weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How much each example counts, (B,): 1, unless classes are weighted."""
+        """Return how much each example counts, (B,): 1, unless classes are weighted."""
         return outputs.new_ones(len(outputs))
 
     def divided(self, mean_weight: float) -> Likelihood:
-        """The same with every weight divided by `mean_weight`; called where examples have weights.
-
-        Weights say what counts more than what, not how many examples there are: with a mean of one,
-        N examples count as N.
-        """
+        """Divide every weight; called where examples have weights, whose mean is to be one."""
         raise NotImplementedError(f"{type(self).__name__} has weights and does not scale them.")
 
     @property
@@ -125,18 +121,18 @@ class Likelihood(ABC):
 
 
 def unit_rows(outputs: Tensor, classes: Tensor | None = None) -> Tensor:
-    """The rows e_c (B, k, C) of the identity for the classes (B, k), or for all."""
+    """Return the rows e_c (B, k, C) of the identity for the classes (B, k), or for all."""
     return own_class(outputs, classes).to(outputs.dtype).expand(outputs.shape[0], -1, -1)
 
 
 def own_class(outputs: Tensor, classes: Tensor | None) -> Tensor:
-    """Whether a column is a row's own class: (B, k, C) for the classes (B, k), (C, C) for all."""
+    """Return whether a column is a row's own class, (B, k, C) for the classes (B, k), or (C, C)."""
     every = torch.arange(outputs.shape[-1], device=outputs.device)
     return (every if classes is None else classes).unsqueeze(-1) == every
 
 
 def numbers(name: str, given: Any) -> tuple[float, ...]:
-    """Weights as plain numbers, refused unless they are finite, not negative, and not all zero."""
+    """Return weights as numbers; refuse them unless finite, not negative, and not all zero."""
     if isinstance(given, Tensor):
         given = given.detach().cpu().double().flatten().tolist()
     found = (given,) if isinstance(given, Real) else given
@@ -163,4 +159,180 @@ def check_same_shape(outputs: Tensor, targets: Tensor, alternative: str) -> None
     raise DataError(
         f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
         f"{tuple(targets.shape)}. {advice}"
+    )
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over all data: `multiple`·Σₙ ℓₙ, divided by V (`"weights"`), by N·C, or by nothing.
+
+    Attributes:
+        likelihood: with its weights as they were given.
+    """
+
+    likelihood: Likelihood
+    divided_by: Divisor = "weights"
+    multiple: float = 1.0
+
+    def l2_factor(self, num_examples: int, num_outputs: int, total_weight: float) -> float:
+        """λ'/λ, for data of N examples, C outputs and weights that sum to V."""
+        divisor = {
+            "weights": total_weight,
+            "elements": float(num_examples * num_outputs),
+            "nothing": 1.0,
+        }[self.divided_by]
+        if self.divided_by == "nothing":
+            warn(
+                "l2: taken as that of the loss summed over all examples, N = "
+                f"{num_examples:,}. If it is the weight_decay of a training with sums over "
+                "minibatches of b examples, expected l2 = weight_decay·N/b.",
+                LossWarning,
+            )
+        return divisor / (self.multiple * total_weight)
+
+
+LIKELIHOODS: dict[str, Likelihood] = {}
+LOSSES: dict[str, tuple[type[Any], Mapping[str, str]]] = {}
+MODULES: dict[type, Callable[[Any], Loss]] = {}
+
+
+def register(
+    likelihood: Likelihood,
+    loss: str,
+    options: Mapping[str, str],
+    module: type,
+    read: Callable[[Any], Loss],
+) -> None:
+    """Add a likelihood, so that files, options and the command line know it.
+
+    Args:
+        likelihood: with its usual attributes.
+        loss: the short name of its loss; `options` of that are attributes of the likelihood.
+        module: torch's loss module; `read` makes a `Loss` of one.
+    """
+    LIKELIHOODS[likelihood.name] = likelihood
+    LOSSES[loss] = type(likelihood), options
+    MODULES[module] = read
+
+
+def get_likelihood(name: str | Likelihood) -> Likelihood:
+    """Return the likelihood of that name; a Likelihood as it is."""
+    if isinstance(name, Likelihood):
+        return name
+    if not isinstance(name, str) or name not in LIKELIHOODS:
+        raise BadValueError(f"likelihood: expected one of {sorted(LIKELIHOODS)}, got {name!r}.")
+    return LIKELIHOODS[name]
+
+
+def is_own(likelihood: Likelihood) -> bool:
+    """Return whether it is one of deltabars' own; a file cannot hold a user's."""
+    return type(likelihood) is type(LIKELIHOODS.get(likelihood.name))
+
+
+def described(likelihood: Likelihood) -> str | dict[str, Any]:
+    """Return a likelihood in JSON: its name, with attributes that are not the usual ones."""
+    if likelihood == LIKELIHOODS[likelihood.name]:
+        return likelihood.name
+    attributes: Any = likelihood
+    return {"name": likelihood.name, **asdict(attributes)}
+
+
+def told_apart(likelihood: Likelihood) -> Any:
+    """Return what identifies a likelihood: of a user's its class and plain attributes."""
+    if is_own(likelihood):
+        return described(likelihood)
+    kind = type(likelihood)
+    plain = {
+        name: value
+        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
+        if isinstance(value, bool | int | float | str)
+    }
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
+
+
+def from_description(description: Any) -> Likelihood:
+    """Return the likelihood that was described.
+
+    Raises:
+        KeyError, TypeError, BadValueError: it was not described by `described`.
+    """
+    if not isinstance(description, dict):
+        return get_likelihood(description)
+    attributes = dict(description)
+    return type(get_likelihood(attributes.pop("name")))(**attributes)
+
+
+def named_loss(name: str, **given: Any) -> Loss:
+    """Return the loss of a training by its name, as `deltabars fit --loss` takes it.
+
+    Args:
+        name: `"ce"`, `"bce"` or `"mse"` for torch's means; or the name of a likelihood, whose loss
+            is summed over the outputs (and squares halved).
+        given: options of the loss, see `LOSSES`; None for one that is not given.
+    """
+    known = {one: pair for short, pair in LOSSES.items() for one in (short, pair[0].name)}
+    if name not in known:
+        raise BadValueError(f"loss: expected one of {sorted(known)}, got {name!r}.")
+    kind, taken = known[name]
+    attributes: dict[str, Any] = {"noise": "estimate"} if kind.name == "gaussian" else {}
+    for argument, value in given.items():
+        if value is None:
+            continue
+        if argument not in taken:
+            right = [short for short, (_, own) in LOSSES.items() if argument in own]
+            expected = f"the loss {right[0]} with it" if right else "an option of a loss"
+            raise BadValueError(f"{argument}: expected {expected}, got {name}.")
+        attributes[taken[argument]] = value
+    divisor: Divisor = "elements" if name in ("bce", "mse") else "weights"
+    return Loss(kind(**attributes), divisor, 2.0 if name == "mse" else 1.0)
+
+
+def read_loss(given: Any) -> Loss:
+    """Return the loss that a name, a Likelihood or a loss module of torch stands for.
+
+    Raises:
+        BadValueError: it is none of them, with what to give instead.
+    """
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, str | Likelihood):
+        return Loss(get_likelihood(given))
+    read = MODULES.get(type(given))
+    if read is not None:
+        return read(given)
+    name = getattr(given, "__name__", type(given).__name__)
+    advice = _INSTEAD.get(name, "")
+    if isinstance(given, type) and given in MODULES:
+        advice = f" Make one of it: nn.{name}(), with the arguments of the training."
+    elif callable(given) and not advice:
+        advice = " For another loss write a subclass of deltabars.likelihoods.Likelihood."
+    raise BadValueError(
+        f"likelihood: expected one of {sorted(LIKELIHOODS)}, a Likelihood, or a loss module "
+        "(nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss), got "
+        f"{name if callable(given) else repr(given)}.{advice}"
+    )
+
+
+_INSTEAD = {
+    "cross_entropy": " Give nn.CrossEntropyLoss(), with the arguments of the training.",
+    "binary_cross_entropy_with_logits": " Give nn.BCEWithLogitsLoss(), with its arguments.",
+    "mse_loss": " Give nn.MSELoss(), with the arguments of the training.",
+} | dict.fromkeys(
+    ("NLLLoss", "nll_loss"),
+    " Leave the log-softmax out of the model and give nn.CrossEntropyLoss().",
+) | dict.fromkeys(
+    ("BCELoss", "binary_cross_entropy"),
+    " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss().",
+)  # fmt: skip
+
+
+def divisor_of(module: Any, of_mean: Divisor) -> Divisor:
+    """Return what a loss module divides by, which is `of_mean` where it is a mean."""
+    if module.reduction == "mean":
+        return of_mean
+    if module.reduction == "sum":
+        return "nothing"
+    raise BadValueError(
+        f"likelihood: expected a loss with reduction='mean' or 'sum', got {module.reduction!r}. "
+        "Give the one that the training took in the end."
     )

@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltabars.errors import BadValueError, DataError
-from deltabars.likelihoods.base import Likelihood, check_same_shape, numbers
+from deltabars.likelihoods.base import (
+    Likelihood,
+    Loss,
+    check_same_shape,
+    divisor_of,
+    numbers,
+    register,
+)
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,20 @@ class Bernoulli(Likelihood):
         return replace(self, scale=self.scale / mean_weight)
 
     def _target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What each target counts, (B, C): `scale` for a 0, `pos_weight` times that for a 1."""
+        """Return what each target counts, (B, C): for a 1 `pos_weight` times as much as for a 0."""
         if self.pos_weight is None:
             return torch.full_like(outputs, self.scale)
         more = outputs.new_tensor(self.pos_weight) - 1
         return self.scale * (1 + more * targets.to(outputs.dtype))
+
+
+def _read(module: nn.BCEWithLogitsLoss) -> Loss:
+    if module.weight is not None:
+        raise BadValueError(
+            "likelihood: expected nn.BCEWithLogitsLoss without weight=, got one with it. Weights "
+            "of outputs or of single examples are not supported; pos_weight= is."
+        )
+    return Loss(Bernoulli(module.pos_weight), divisor_of(module, "elements"))  # type: ignore[arg-type]
+
+
+register(Bernoulli(), "bce", {"pos_weight": "pos_weight"}, nn.BCEWithLogitsLoss, _read)

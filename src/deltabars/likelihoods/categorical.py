@@ -7,10 +7,10 @@ from numbers import Real
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltabars.errors import BadValueError, DataError, is_option, option
-from deltabars.likelihoods.base import Likelihood, numbers, own_class
+from deltabars.likelihoods.base import Likelihood, Loss, divisor_of, numbers, own_class, register
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,27 @@ class Categorical(Likelihood):
                 f"{len(self.weight)}."
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-            soft = targets.shape == outputs.shape and targets.is_floating_point()
-            raise DataError(
-                f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
-                + (
+            advice = "Convert class numbers with .long()"
+            if targets.shape == outputs.shape and targets.is_floating_point():
+                advice = (
                     "Class probabilities are not taken: give class numbers, with .argmax(1), and "
                     "nn.CrossEntropyLoss(label_smoothing=…) as the likelihood if they were smoothed"
-                    f"; for other targets choose {_meant('bernoulli', 'bce')} (0 or 1) or "
-                    "'gaussian'."
-                    if soft
-                    else "Convert class numbers with .long(); for other targets choose "
-                    f"{_meant('bernoulli', 'bce')} (0 or 1) or 'gaussian' (real numbers)."
                 )
+            raise DataError(
+                f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
+                f"{advice}; for other targets choose {_meant('bernoulli', 'bce')} (0 or 1) or "
+                "'gaussian' (real numbers)."
             )
         if targets.shape != outputs.shape[:1]:
-            raise DataError(
-                f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. "
-                + (
+            advice = "Reshape them, for example with .squeeze(1)."
+            if targets.shape == outputs.shape:
+                advice = (
                     "Turn one-hot rows into class numbers with .argmax(1); for several labels an "
                     f"example use {_meant('bernoulli', 'bce')}."
-                    if targets.shape == outputs.shape
-                    else "Reshape them, for example with .squeeze(1)."
                 )
+            raise DataError(
+                f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. {advice}"
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
@@ -168,6 +166,20 @@ class Categorical(Likelihood):
 
 
 def _meant(likelihood: str, loss: str) -> str:
-    """Another likelihood, as the reader names it: the command line has losses."""
+    """Name another likelihood as the reader does: the command line has losses."""
     named = option("loss", loss)
     return named if named.startswith("--") else option("likelihood", likelihood)
+
+
+def _read(module: nn.CrossEntropyLoss) -> Loss:
+    likelihood = Categorical(module.weight, module.label_smoothing, module.ignore_index)  # type: ignore[arg-type]
+    return Loss(likelihood, divisor_of(module, "weights"))
+
+
+register(
+    Categorical(),
+    "ce",
+    {"label_smoothing": "label_smoothing", "class_weights": "weight"},
+    nn.CrossEntropyLoss,
+    _read,
+)

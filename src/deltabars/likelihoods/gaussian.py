@@ -8,10 +8,17 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltabars.errors import BadValueError, DataError
-from deltabars.likelihoods.base import Likelihood, check_same_shape, unit_rows
+from deltabars.likelihoods.base import (
+    Likelihood,
+    Loss,
+    check_same_shape,
+    divisor_of,
+    register,
+    unit_rows,
+)
 
 ESTIMATE = "estimate"
 
@@ -111,3 +118,10 @@ def check_noise(noise: Any) -> float | None:
             f"around the mean, or {ESTIMATE!r} for one from the training data, got {noise!r}."
         )
     return float(noise)
+
+
+def _read(module: nn.MSELoss) -> Loss:
+    return Loss(Gaussian(noise=None), divisor_of(module, "elements"), multiple=2.0)
+
+
+register(Gaussian(), "mse", {"noise": "noise"}, nn.MSELoss, _read)

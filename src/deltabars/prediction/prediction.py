@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import Spread
+from deltabars.covariance.base import Spread
 from deltabars.errors import BadValueError, library
 from deltabars.prediction import display
 from deltabars.prediction.averaging import Moderated

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import Covariance
+from deltabars.covariance.base import Covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import cotangents, sensitivities
 from deltabars.eigen.pairs import is_whole
@@ -19,8 +19,7 @@ from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.averaging import Moderation
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import Batch, check_not_batches, iterate, unlabelled
-from deltabars.problem.inputs import Signature, leaves
+from deltabars.problem.data import Batch, Signature, check_not_batches, iterate, leaves, unlabelled
 from deltabars.problem.network import Network, model_errors
 from deltabars.runtime.memory import ChunkSize, chunk_within, resolve_budget
 from deltabars.runtime.progress import Progress

@@ -1,79 +1,300 @@
-"""Training data: the same examples on every pass, split between processes."""
+"""Examples: what a loader yields as inputs and targets, and the same ones on every pass.
+
+Inputs are a tensor, a tuple of tensors (`model(*inputs)`) or a mapping of tensors
+(`model(**inputs)`); in each the first dimension counts examples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from deltabars.errors import DataError
-from deltabars.problem.batches import (
-    Batch,
-    Counted,
-    as_tensors,
-    check_can_be_read_again,
-    count_of,
-    cut,
-    is_fixed,
-    iterate,
-    labelled,
-)
-from deltabars.problem.inputs import Signature, leaves, map_leaves
-from deltabars.runtime.distributed import Group, same_everywhere
+from deltabars.errors import DataError, first_line
+from deltabars.runtime.distributed import Group
 from deltabars.runtime.precision import with_own_numbers
 
-_COMPARED = 16  # examples that show whether two processes were given the same data
+LABELS = ("labels", "label")  # of which the first that is there has the targets
 _READ_SIZE = 1024  # examples a batch, where the data do not come in batches
 _MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
-_KEPT_OPTIONS = (
-    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-    "multiprocessing_context", "persistent_workers", "generator",
-)  # fmt: skip
+
+GENERATED = 4  # inputs that a signature makes
+_GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill the unit interval evenly
+
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+# From the targets of a batch to a mask of those that are some, or None for all of them.
+Counted = Callable[[Tensor], Tensor | None]
+Ranges = tuple[tuple[tuple[int, ...], float, float], ...]  # by leaf: see `Signature.generate`
 
 
-def examples_of(loader: DataLoader[Any]) -> Sequence[int] | None:
-    """Return the indices of the examples that a pass of a loader takes, each once.
+def leaves(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors of one batch's inputs."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
 
-    None where that is not known: streams, custom samplers, sampling with replacement.
+
+def ranges_of(inputs: Inputs) -> Ranges:
+    """Return the shape of one example, and the least and largest number, by leaf of some inputs."""
+    found = []
+    for leaf in leaves(inputs):
+        has_range = leaf.numel() and not leaf.is_complex()
+        low, high = (float(leaf.min()), float(leaf.max())) if has_range else (0.0, 1.0)
+        found.append((tuple(leaf.shape[1:]), low, high))
+    return tuple(found)
+
+
+def map_leaves(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """Apply `function` to each tensor of one batch's inputs."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if isinstance(inputs, dict):
+        return {name: function(leaf) for name, leaf in inputs.items()}
+    return tuple(function(leaf) for leaf in inputs)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs a model was fitted with: leaf names, types, and shapes without the batch."""
+
+    names: tuple[str, ...] | None  # None: positional
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]  # None where the shape differs between batches
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Signature:
+        """Read the signature of one batch of inputs."""
+        names = tuple(inputs) if isinstance(inputs, dict) else None
+        parts = leaves(inputs)
+        dtypes = tuple(str(leaf.dtype) for leaf in parts)
+        return cls(names, dtypes, tuple(tuple(leaf.shape[1:]) for leaf in parts))
+
+    @property
+    def count(self) -> int:
+        """How many tensors one example's input has."""
+        return len(self.dtypes)
+
+    def merge(self, other: Signature) -> Signature:
+        """Return the signature of two batches together; shapes that differ are left open."""
+        if (self.names, self.dtypes) != (other.names, other.dtypes):
+            raise DataError(f"Data: expected batches of one kind, got {self} and then {other}.")
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return Signature(self.names, self.dtypes, tuple(a if a == b else None for a, b in pairs))
+
+    def check(self, inputs: Inputs, also: str) -> None:
+        """Raise DataError unless `inputs` are of the kind the model was fitted with.
+
+        Floating inputs may be of the type `also` as well, that of the computation.
+        """
+        got = Signature.of(inputs)
+        if (self.names, self.count) == (got.names, got.count) and all(
+            (a == b or ("float" in a and b == also)) and shape in (None, found)
+            for a, b, shape, found in zip(
+                self.dtypes, got.dtypes, self.shapes, got.shapes, strict=True
+            )
+        ):
+            return
+        advice = "Convert or reshape them."
+        if "torch.uint8" in got.dtypes and got.shapes == self.shapes:
+            advice = "Convert them as for the fit: pixels of 0 to 255 by x.float() / 255, say."
+        raise DataError(f"Inputs: expected {self}, as in the training data, got {got}. {advice}")
+
+    def generate(self, ranges: Ranges, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """Make inputs with numbers that fill the ranges evenly; the same ones always.
+
+        Args:
+            ranges: the shape of one example, the least and the largest number, by leaf.
+            device, dtype: of the inputs; the type of floating ones.
+        """
+        parts, start = [], 1
+        for name, (shape, low, high) in zip(self.dtypes, ranges, strict=True):
+            kind = getattr(torch, name.removeprefix("torch."))
+            size = GENERATED * math.prod(shape)
+            even = torch.arange(start, start + size, dtype=torch.float64) * _GOLDEN % 1.0
+            start += size
+            if kind.is_floating_point or kind.is_complex:
+                part = (low + (high - low) * even).to(dtype if kind.is_floating_point else kind)
+            else:
+                part = (low + (high - low + 1) * even).floor().clamp(max=high).to(kind)
+            parts.append(part.view(GENERATED, *shape).to(device))
+        if self.names is not None:
+            return dict(zip(self.names, parts, strict=True))
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    def __str__(self) -> str:
+        """Return one line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
+        names = self.names or ("",) * self.count
+        parts = []
+        for name, dtype, shape in zip(names, self.dtypes, self.shapes, strict=True):
+            sizes = "…" if shape is None else ", ".join(map(str, shape))
+            parts.append(f"{name + ' ' if name else ''}{dtype} (B{', ' if sizes else ''}{sizes})")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples: their inputs and, where they are known, their targets."""
+
+    inputs: Inputs
+    targets: Tensor | None
+
+    def __len__(self) -> int:
+        return leaves(self.inputs)[0].shape[0]
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Yield the same examples in batches of at most `size`."""
+        for start in range(0, len(self), size):
+            yield self.rows(slice(start, start + size))
+
+    def having(self, counts: Tensor | None) -> Batch:
+        """Select the examples that count by a mask (B,), which may be none; all without a mask."""
+        return self if counts is None else self.rows(counts.cpu())
+
+    def rows(self, index: slice | Tensor) -> Batch:
+        """Select examples."""
+        targets = None if self.targets is None else self.targets[index]
+        return Batch(map_leaves(lambda leaf: leaf[index], self.inputs), targets)
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """Move the batch to `device`, and its floating inputs to `dtype` where that is given."""
+
+        def move(leaf: Tensor, kind: torch.dtype | None = None) -> Tensor:
+            leaf = leaf.clone() if leaf.is_inference() else leaf
+            return leaf.detach().to(device, kind if leaf.is_floating_point() else None)
+
+        with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+            targets = None if self.targets is None else move(self.targets)
+            return Batch(map_leaves(lambda leaf: move(leaf, dtype), self.inputs), targets)
+
+
+def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
+    """Read a training batch: `(inputs, targets)`, `(input, …, targets)`, or a mapping with labels.
+
+    Only the examples that have a target are taken (see `Likelihood.counted`).
     """
-    if not is_dataset(loader.dataset):
-        return None
-    sampler: Any = loader.sampler
-    if loader.batch_size is None:
-        if type(loader.batch_sampler) is not BatchSampler:
-            return None
-        sampler = loader.batch_sampler.sampler
-    count = len(loader.dataset)  # type: ignore[arg-type]
-    kind = type(sampler)
-    if kind is SubsetRandomSampler:
-        return list(sampler.indices)
-    each_once = kind in (SequentialSampler, DistributedSampler) or (
-        kind is RandomSampler and not sampler.replacement and sampler.num_samples == count
+    if isinstance(raw, Mapping):
+        key = label_key(raw)
+        if key is None:
+            raise DataError(
+                f"Data: expected mapping batches with an entry 'label' or 'labels', got "
+                f"{sorted(raw)}. Rename the one with the targets."
+            )
+        inputs: Any = {name: value for name, value in raw.items() if name != key}
+        targets = raw[key]
+    elif isinstance(raw, tuple | list) and len(raw) >= 2:
+        inputs, targets = (raw[0] if len(raw) == 2 else tuple(raw[:-1])), raw[-1]
+    else:
+        raise DataError(
+            "Data: expected batches (inputs, targets) or mappings with 'labels' or 'label', got "
+            f"{type(raw).__name__}."
+        )
+    inputs, targets = _as_inputs(inputs), _as_tensor(targets, "targets")
+    batch = Batch(inputs, targets)
+    if targets.ndim == 0 or len(targets) != len(batch):
+        raise DataError(
+            f"Data: expected one target for each of {len(batch)} inputs, got targets of shape "
+            f"{tuple(targets.shape)}."
+        )
+    return batch.having(counted(targets))
+
+
+def unlabelled(raw: Any, signature: Signature) -> Batch:
+    """Read a batch to predict: inputs alone, or a training batch, whose targets are left out."""
+    return Batch(_as_inputs(_apart(raw, signature)[0]), None)
+
+
+def batch_of(raw: Any, signature: Signature) -> Batch:
+    """Read a batch to predict, with its targets where it has some and they are numbers."""
+    inputs, targets = _apart(raw, signature)
+    found = as_tensors(targets)
+    return Batch(_as_inputs(inputs), found if isinstance(found, Tensor) else None)
+
+
+def _apart(raw: Any, signature: Signature) -> tuple[Any, Any]:
+    """Return the inputs of a raw batch, and what it has more than the network takes, or None."""
+    targets = None
+    if isinstance(raw, Mapping):
+        key = label_key(raw)  # which may be an input of the network, where it is not `labels`
+        if key is not None and key not in (signature.names or ()):
+            targets, raw = raw[key], {name: raw[name] for name in raw if name != key}
+    elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
+        raw, targets = raw  # ((input, input), targets) or ({name: input}, targets)
+    elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
+        raw, targets = tuple(raw[:-1]), raw[-1]
+    if isinstance(raw, tuple | list) and len(raw) == 1:
+        raw = raw[0]
+    return raw, targets
+
+
+def label_key(raw: Mapping[Any, Any]) -> str | None:
+    """Return the entry of a mapping that has the targets; None where it has none."""
+    return next((key for key in LABELS if key in raw), None)
+
+
+def as_tensors(data: Any) -> Any:
+    """Return data whose NumPy arrays, in tuples, lists and mappings, have become tensors."""
+    if isinstance(data, np.ndarray):
+        return _from_array(data, "data")
+    if isinstance(data, Mapping) and any(isinstance(each, np.ndarray) for each in data.values()):
+        return {name: as_tensors(value) for name, value in data.items()}
+    if isinstance(data, tuple | list) and any(hasattr(part, "__array__") for part in data):
+        return tuple(as_tensors(part) for part in data)
+    return data
+
+
+def collated(rows: list[Any]) -> Any:
+    """Join rows of a dataset in a batch; of mappings, numbers and lists of numbers become tensors.
+
+    So they are in a `datasets.Dataset` without a format, whose lists torch's own way would turn.
+    """
+    if not isinstance(rows[0], Mapping):
+        return default_collate(rows)
+    return {name: _column([row[name] for row in rows], str(name)) for name in rows[0]}
+
+
+def _column(values: list[Any], name: str) -> Tensor:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Data: expected numbers of one shape in the column {name!r}, got "
+            f"{type(values[0]).__name__} ({first_line(error).rstrip('.')}). Leave the column out "
+            "(remove_columns), tokenise texts with padding, and turn pictures into tensors."
+        ) from error
+
+
+def iterate(data: Any, batch_size: int) -> Iterable[Any]:
+    """Return the raw batches of one pass over `data`; call it again for another pass.
+
+    Args:
+        data: a DataLoader or another re-iterable of batches, a Dataset, tensors, a tuple of
+            tensors, or a mapping of tensors.
+        batch_size: for data that does not come in batches.
+    """
+    if isinstance(data, DataLoader):
+        return data
+    data = as_tensors(data)
+    if is_fixed(data):
+        starts = range(0, count_of(data), batch_size)
+        return (cut(data, slice(start, start + batch_size)) for start in starts)
+    if isinstance(data, tuple | list):
+        return data
+    if isinstance(data, IterableDataset) or is_dataset(data):
+        return DataLoader(data, batch_size=batch_size, collate_fn=collated)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        return data
+    raise DataError(
+        "Data: expected a DataLoader, a Dataset, or a pair of tensors (inputs, targets), got "
+        f"{type(data).__name__}."
     )
-    return range(count) if each_once else None
-
-
-def loader_of(loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
-    """Return the same loader over some of its examples, in this order."""
-    options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
-    size = loader.batch_size
-    if size is None and isinstance(loader.batch_sampler, BatchSampler):
-        size = loader.batch_sampler.batch_size
-    return DataLoader(Subset(loader.dataset, indices), batch_size=size, **options)
 
 
 def is_dataset(data: Any) -> bool:
@@ -85,96 +306,100 @@ def is_dataset(data: Any) -> bool:
     )
 
 
-def own_part(data: Any, group: Group) -> tuple[Any, str]:
-    """Return the part of some data that this process reads, and where the split comes from.
-
-    Tensors, datasets and loaders that are the same in all processes are split: process r of R
-    takes the examples r, r + R, r + 2R, …. Data that differ are each process's own, as streams
-    always are. Examples that a DistributedSampler repeats to come out even are left out.
-
-    Returns:
-        The data, and `"whole"` (one process), `"split"`, `"sampler"` (by a DistributedSampler) or
-        `"own"`.
-    """
-    if group.size == 1:
-        return data, "whole"
-    mine = slice(group.rank, None, group.size)
-    if is_fixed(data):
-        count = count_of(data)
-        if _is_same(data, range(count), group):
-            _check_enough(count, group)
-            return cut(data, mine), "split"
-        return data, "own"
-    if isinstance(data, DataLoader):
-        return _part_of_loader(data, group, mine)
-    if is_dataset(data) and _is_same(data, range(len(data)), group):
-        _check_enough(len(data), group)
-        return Subset(data, range(len(data))[mine]), "split"
-    if not is_dataset(data):
-        same_everywhere(group, None)  # the others may be comparing: keep the collectives in step
-    return data, "own"
+def is_fixed(data: Any) -> bool:
+    """Return whether data are tensors in memory, the same on every pass by construction."""
+    if isinstance(data, tuple | list):
+        return bool(data) and isinstance(data[-1], Tensor) and all(map(is_fixed, data))
+    return isinstance(data, Tensor | Mapping)
 
 
-def _part_of_loader(loader: DataLoader[Any], group: Group, mine: slice) -> tuple[Any, str]:
-    sampler = loader.sampler
-    indices = examples_of(loader)
-    if type(sampler) is DistributedSampler and indices is not None:
-        if (sampler.num_replicas, sampler.rank) != (group.size, group.rank):
-            raise DataError(
-                f"DistributedSampler: expected that of process {group.rank} of {group.size}, got "
-                f"one of process {sampler.rank} of {sampler.num_replicas}."
-            )
-        same_everywhere(group, None)
-        if sampler.drop_last:
-            indices = indices[: sampler.total_size]
-        _check_enough(len(indices), group)
-        return loader_of(loader, indices[mine]), "sampler"
-    if not is_dataset(loader.dataset) or loader.batch_size is None:
-        same_everywhere(group, None)
-        return loader, "own"
-    indices = sorted(sampler) if indices is None else indices
-    if not _is_same(loader.dataset, indices, group):
-        return loader, "own"
-    if loader.drop_last:
-        indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
-    _check_enough(len(indices), group)
-    return loader_of(loader, indices[mine]), "split"
-
-
-def _check_enough(count: int, group: Group) -> None:
-    if count < group.size:
+def count_of(data: Any) -> int:
+    """Return how many examples fixed data have, which all their tensors must agree on."""
+    parts = [_as_tensor(leaf, "data") for leaf in tree_leaves(_plain(data))]
+    counts = {part.shape[0] if part.ndim else None for part in parts}
+    if len(counts) > 1 or None in counts:
         raise DataError(
-            f"Data: expected an example for each of {group.size} processes, got {count}. Use fewer "
-            "processes."
+            "Data: expected tensors with one first dimension, got shapes "
+            f"{[tuple(part.shape) for part in parts]}."
+        )
+    return parts[0].shape[0] if parts else 0
+
+
+def cut(data: Any, index: slice | Tensor) -> Any:
+    """Select some of the examples of fixed data."""
+    return tree_map(lambda leaf: leaf[index], _plain(data))
+
+
+def _plain(data: Any) -> Any:
+    """Return nested data with plain dictionaries, which torch's tree functions know."""
+    if isinstance(data, Mapping):
+        return {name: _plain(value) for name, value in data.items()}
+    return tuple(map(_plain, data)) if isinstance(data, tuple | list) else data
+
+
+def check_can_be_read_again(data: Any) -> None:
+    """Refuse data that one pass uses up."""
+    if isinstance(data, Iterator):
+        raise DataError(
+            "Data: expected data that can be read more than once, got a one-pass iterator "
+            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
         )
 
 
-def _is_same(data: Any, indices: Sequence[int], group: Group) -> bool:
-    """Return whether all processes have the same data, by their number and some examples."""
-    last = len(indices) - 1
-    picks = sorted({k * last // (_COMPARED - 1) for k in range(_COMPARED)}) if last >= 0 else []
-    fixed = is_fixed(data)
-    some = [cut(data, slice(k, k + 1)) if fixed else data[indices[k]] for k in picks]
-    whole = len(indices) if isinstance(indices, range) else indices
-    return same_everywhere(group, (whole, _comparable(some)))
+def check_not_batches(inputs: list[Any], signature: Signature) -> None:
+    """Refuse a list of batches of inputs, whose last one would pass for targets."""
+    last = inputs[-1] if inputs else None
+    if isinstance(last, Tensor) and len(inputs) == signature.count + 1:
+        kind = (str(last.dtype), tuple(last.shape[1:]))
+        if kind in zip(signature.dtypes, signature.shapes, strict=True):
+            raise DataError(
+                "Inputs: expected inputs, or inputs and targets, got a list with one tensor of "
+                "inputs more than the model takes. Join batches with torch.cat, or give a "
+                "DataLoader."
+            )
 
 
-def _comparable(value: Any) -> Any:
-    """Return something that can be sent and compared by ==."""
-    if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous().flatten()
-        # To torch one entry is contiguous whatever its stride, but not to be viewed as bytes.
-        flat = held.as_strided((held.numel(),), (1,))
-        return str(held.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
-    if isinstance(value, Mapping):
-        return {str(name): _comparable(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_comparable(each) for each in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _comparable(torch.from_numpy(np.atleast_1d(value).copy()))
-    if isinstance(value, str | bytes | int):
-        return value
-    return repr(value) if isinstance(value, float) else type(value).__name__
+def _as_inputs(raw: Any) -> Inputs:
+    if isinstance(raw, Mapping | tuple | list) and not raw:
+        raise DataError("Inputs: expected at least one tensor, got none.")
+    if isinstance(raw, Mapping):
+        # Sorted, because a mapping's order means nothing and columns are joined by place.
+        names = sorted(raw, key=str)
+        inputs: Inputs = {str(name): _as_tensor(raw[name], str(name)) for name in names}
+    elif isinstance(raw, tuple | list):
+        inputs = tuple(_as_tensor(value, "inputs") for value in raw)
+    else:
+        inputs = _as_tensor(raw, "inputs")
+    counts = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(inputs)}
+    if None in counts or len(counts) > 1:
+        shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
+        raise DataError(
+            f"Inputs: expected tensors whose first dimension counts examples, got shapes {shapes}."
+        )
+    return inputs
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return _from_array(value, what)
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"Data: expected tensors or NumPy arrays, got {type(value).__name__} for {what}. Of a "
+            "datasets.Dataset in a DataLoader: dataset.set_format('torch')."
+        )
+    return value
+
+
+def _from_array(array: np.ndarray, what: str) -> Tensor:
+    """Return an array of numbers as a tensor, which shares its memory where torch can."""
+    if array.dtype.kind not in "biufc":
+        raise DataError(
+            f"Data: expected numbers, got an array of {array.dtype} for {what}. Give categories "
+            "numbers first, and arrays of objects a type: array.astype(numpy.float32)."
+        )
+    plain = array.astype(array.dtype.newbyteorder("="), copy=False)
+    strided = all(stride >= 0 for stride in plain.strides)
+    return torch.from_numpy(plain if plain.flags.writeable and strided else plain.copy())
 
 
 class TrainingData:
@@ -186,11 +411,14 @@ class TrainingData:
     torch's generator differs from pass to pass, and is the same in every run. Examples without a
     target are left out on every pass.
 
+    Args:
+        data: those of this process (see `sharding.own_part`).
+        source: where the split between processes comes from; `"whole"` for one process.
+
     Attributes:
         num_examples: N, over all processes.
         num_here: in this process; `counts` has them for every process.
         fingerprint: of all examples, in any order.
-        source: where the split between processes comes from (see `own_part`).
         left_out: how many examples have no target, over all processes.
     """
 
@@ -203,11 +431,10 @@ class TrainingData:
         report: Callable[[int, str], None] = lambda done, what: None,
         group: Group | None = None,
         counted: Counted = lambda targets: None,
+        source: str = "whole",
     ) -> None:
         group = group or Group()
-        data = as_tensors(data)
-        check_can_be_read_again(data)
-        self._data, self.source = own_part(data, group)
+        self._data, self.source = data, source
         self._device, self._dtype, self._counted, self._rank = device, dtype, counted, group.rank
         self._passes = 0
         signature, left_out = self._read_first(budget, report)
@@ -334,6 +561,13 @@ def _join(batches: list[Batch], signature: Signature) -> list[Batch]:
     columns = zip(*(leaves(batch.inputs) for batch in batches), strict=True)
     joined = iter([torch.cat(column) for column in columns])
     return [Batch(map_leaves(lambda _: next(joined), batches[0].inputs), torch.cat(targets))]
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the numbers of a tensor as bytes, in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # One number is contiguous with any stride, but torch views no bytes of it unless that is 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def fingerprint_of(batches: Iterable[Batch]) -> int:

@@ -1,44 +1,31 @@
-"""Recurrent layers step by step, as they are defined.
+"""Operations of torch by their formulas, which have derivatives of every kind.
 
-torch computes an LSTM, a GRU or an RNN in one call, which `vmap` does not bear and which on a GPU
-has no second derivatives, and in eval mode no first ones either. Written as dense layers and
+torch computes an LSTM, a GRU or an RNN in one call, which `vmap` does not support and which on a
+GPU has no second derivatives, and in eval mode no first ones either. Written as dense layers and
 activations it has all of them, and those by the weights for all examples at once.
 
     RNN    h' = act(a + b)                     a = W_ih x + b_ih     b = W_hh h + b_hh
     LSTM   c' = σ(f)∘c + σ(i)∘tanh(g)          (i, f, g, o) = a + b
            h' = σ(o)∘tanh(c')                  and then W_hr h', where the layer projects
     GRU    n  = tanh(a_n + σ(a_r + b_r)∘b_n)   h' = (1 − u)∘n + u∘h with u = σ(a_u + b_u)
+
+Bags are sums of embeddings, padding is a constant, and bilinear layers and weight norms are their
+formulas. Each function takes the arguments of torch's own, and returns what that returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 State = tuple[Tensor, ...]  # (h,) or (h, c), each (B, H)
 # From a (B, G·H), the state, and the weight and bias of the step to the next state.
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
-
-
-def called_with_steps(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a recurrent layer or cell returns, step by step.
-
-    Layers of packed sequences, or with dropout, stay whole; on a GPU they are not cuDNN's then,
-    which lack derivatives.
-    """
-    if func in _CELLS:
-        return _cell(_CELLS[func], *args)
-    packed = isinstance(args[3], list | tuple)  # (data, batch sizes, state, weights, …)
-    if packed or (args[5] > 0 and args[6]):
-        with torch.backends.cudnn.flags(enabled=False):
-            return func(*args)
-    return _layers(_LAYERS[func], *args)
 
 
 def _rnn(activation: Callable[[Tensor], Tensor]) -> Step:
@@ -73,13 +60,25 @@ def _cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    """One step, with the arguments and the result of `torch.lstm_cell` and its like."""
+    """Compute one step, as `torch.lstm_cell` and its like take it."""
     states = tuple(state) if isinstance(state, list | tuple) else (state,)
     new = step(F.linear(inputs, w_ih, b_ih), states, w_hh, b_hh)
     return new[0] if len(new) == 1 else new
 
 
-def _layers(
+def _recurrent(whole: Any, step: Step, *args: Any) -> Any:
+    """Compute a recurrent layer step by step; whole where it has packed sequences or dropout.
+
+    On a GPU that is not cuDNN's then, which lacks derivatives.
+    """
+    packed = isinstance(args[3], list | tuple)  # (data, batch sizes, state, weights, …)
+    if packed or (args[5] > 0 and args[6]):
+        with torch.backends.cudnn.flags(enabled=False):
+            return whole(*args)
+    return _steps(step, *args)
+
+
+def _steps(
     step: Step,
     inputs: Tensor,
     start: Any,
@@ -91,7 +90,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """All steps of all layers, with the arguments and the result of `torch.lstm` and its like."""
+    """Compute all steps of all layers, as `torch.lstm` and its like take them."""
     starts = tuple(start) if isinstance(start, list | tuple) else (start,)
     ways = 2 if bidirectional else 1
     each = len(weights) // (num_layers * ways)
@@ -100,71 +99,24 @@ def _layers(
     for layer in range(num_layers):
         outputs = []
         for way in range(ways):
-            place = layer * ways + way
-            own = list(weights[place * each : (place + 1) * each])
+            index = layer * ways + way
+            own = list(weights[index * each : (index + 1) * each])
             w_ih, w_hh = own[:2]
             b_ih, b_hh = own[2:4] if has_biases else (None, None)
             projection = own[-1] if each == (5 if has_biases else 3) else None
-            state = tuple(part[place] for part in starts)
+            state = tuple(part[index] for part in starts)
+            turn = -1 if way else 1
             seen: list[Tensor] = []
-            for a in _in_turn(F.linear(x, w_ih, b_ih), backwards=way == 1):
+            for a in F.linear(x, w_ih, b_ih).unbind(1)[::turn]:
                 state = step(a, state, w_hh, b_hh)
                 if projection is not None:
                     state = (F.linear(state[0], projection), *state[1:])
                 seen.append(state[0])
             ends.append(state)
-            outputs.append(torch.stack(seen[::-1] if way else seen, 1))  # (B, T, H)
+            outputs.append(torch.stack(seen[::turn], 1))  # (B, T, H)
         x = torch.cat(outputs, -1) if ways == 2 else outputs[0]
     last = [torch.stack(part) for part in zip(*ends, strict=True)]  # (layers, B, H)
     return (x if batch_first else x.transpose(0, 1), *last)
-
-
-def _in_turn(a: Tensor, backwards: bool) -> Sequence[Tensor]:
-    steps = a.unbind(1)
-    return steps[::-1] if backwards else steps
-
-
-_LAYERS: dict[Any, Step] = {
-    torch.lstm: _lstm,
-    torch.gru: _gru,
-    torch.rnn_tanh: _rnn(torch.tanh),
-    torch.rnn_relu: _rnn(torch.relu),
-}
-_CELLS: dict[Any, Step] = {
-    torch.lstm_cell: _lstm,
-    torch.gru_cell: _gru,
-    torch.rnn_tanh_cell: _rnn(torch.tanh),
-    torch.rnn_relu_cell: _rnn(torch.relu),
-}
-RECURRENT = {*_LAYERS, *_CELLS}
-
-
-class AsDefined(TorchFunctionMode):
-    """A forward pass that has derivatives of every kind, for one example and for many.
-
-    Recurrent layers go step by step, bags are sums of embeddings, padding is a constant, and
-    bilinear layers and weight norms are their formulas. It costs a microsecond a call.
-
-    Args:
-        held: what is put in the place of some tensors, by their identity, wherever they are used.
-    """
-
-    def __init__(self, held: Mapping[int, Tensor] | None = None) -> None:
-        super().__init__()
-        self._held = held or {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call `func`, or what it is made of."""
-        kwargs = kwargs or {}
-        if self._held:
-            args, kwargs = tree_map(lambda leaf: self._held.get(id(leaf), leaf), (args, kwargs))
-        if func in _DEFINITIONS:
-            return _DEFINITIONS[func](*args, **kwargs)
-        if func in RECURRENT and not kwargs:
-            return called_with_steps(func, args)
-        return func(*args, **kwargs)
 
 
 def _embedding(
@@ -173,10 +125,10 @@ def _embedding(
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+    *options: Any,
+    **more: Any,
 ) -> Tensor:
-    """`F.embedding` with its true derivatives, which neither are sparse nor depend on the batch.
+    """Look up rows with their true derivatives, which neither are sparse nor depend on the batch.
 
     The row of the padding is a constant: torch's backward derivatives say so, its forward ones
     do not, and Hessian products take both.
@@ -200,7 +152,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """`F.embedding_bag`, which has no second derivatives, as a sum; of bags of one size, (B, L)."""
+    """Sum embeddings of bags of one size, (B, L): torch's own has no second derivatives."""
     if input.ndim != 2:
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, False, mode, False, per_sample_weights,
@@ -213,9 +165,7 @@ def _embedding_bag(
     if mode == "max":
         highest = rows.masked_fill(~counted[..., None], -torch.inf).amax(1)
         return highest.where(counted.any(1, keepdim=True), 0.0)
-    scales = counted.to(rows.dtype)
-    if per_sample_weights is not None:
-        scales = scales * per_sample_weights
+    scales = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = (rows * scales[..., None]).sum(1)
     return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
 
@@ -233,9 +183,17 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-_DEFINITIONS: dict[Any, Callable[..., Tensor]] = {
+DEFINITIONS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.bilinear: _bilinear,
     torch._weight_norm: _weight_norm,
+    torch.lstm: partial(_recurrent, torch.lstm, _lstm),
+    torch.gru: partial(_recurrent, torch.gru, _gru),
+    torch.rnn_tanh: partial(_recurrent, torch.rnn_tanh, _rnn(torch.tanh)),
+    torch.rnn_relu: partial(_recurrent, torch.rnn_relu, _rnn(torch.relu)),
+    torch.lstm_cell: partial(_cell, _lstm),
+    torch.gru_cell: partial(_cell, _gru),
+    torch.rnn_tanh_cell: partial(_cell, _rnn(torch.tanh)),
+    torch.rnn_relu_cell: partial(_cell, _rnn(torch.relu)),
 }

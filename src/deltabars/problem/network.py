@@ -1,41 +1,47 @@
 """A model at its trained point, as a pure function of a chosen subset of its parameters.
 
-It is computed with a private copy of the user's module (see `private`), called with copies of its
-parameters and buffers (`torch.func.functional_call`). Where there can be none, the module itself is
-called, and everything about it is put back after each use.
+It is computed with a private copy of the user's module (see `parameters.private_copy`), called with
+tensors of the fit's own (`torch.func.functional_call`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
-import threading
 import time
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deltabars.errors import BadValueError, ModelError, ModelWarning, first_line, option
-from deltabars.problem.definitions import AsDefined
-from deltabars.problem.inputs import Inputs, map_leaves
+from deltabars.errors import BadValueError, ModelError, first_line, option
+from deltabars.problem.data import (
+    GENERATED,
+    Inputs,
+    Ranges,
+    Signature,
+    map_leaves,
+    tensor_bytes,
+)
+from deltabars.problem.definitions import DEFINITIONS
 from deltabars.problem.parameters import (
     LastLayer,
     ParameterSpace,
     Selection,
     as_written,
+    named_state,
     plain_model,
+    private_copy,
 )
-from deltabars.problem.private import Seen, named_state, private_copy
 from deltabars.runtime.memory import ran_out
 from deltabars.runtime.precision import (
     Shared,
@@ -46,17 +52,28 @@ from deltabars.runtime.precision import (
     working_dtype,
 )
 
+_TURNS = Turns()
+_ROUNDING = 100  # units in the last place of the largest output
+# Of passes that draw no random numbers, and of those that do.
+_PASSES, _SECONDS = (60, 400), (0.05, 4.0)
+_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
+# Relative to the largest output of each column: what batches of other sizes differ by.
+_OTHER_SIZE = {torch.float32: 1e-4, torch.float64: 1e-9}
+_OF_NOISE = 30  # how many times the change by rounded weights is still rounding
+MOST_GENERATED = 1 << 24  # numbers of the inputs that tell what a network computes
+# Relative to the largest output: devices and versions round differently, models differ by more.
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
+_SHARE = 32  # of a batch one example more is run a second time for so many
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
     """The outputs z of a model, as a function of `parameters` around the trained values ω̂.
 
     Attributes:
-        model: a private copy of the user's module; the module itself where there can be none.
+        model: a private copy of the user's module.
         weights: the fingerprint of the module's state.
-        given: the module itself, as long as the copy is not tried out (see `settled`).
-        held: names of parameters and buffers that the forward pass reaches not through their
-            modules alone, but through a list or a closure, say.
+        given: the module itself, until the copy is verified.
     """
 
     model: torch.nn.Module
@@ -70,8 +87,6 @@ class Network:
     deterministic: bool = False  # whether a GPU is to give the same bits each time
     weights: str = ""
     given: torch.nn.Module | None = None
-    is_private: bool = True
-    held: frozenset[str] = frozenset()
 
     @classmethod
     def capture(
@@ -90,41 +105,34 @@ class Network:
             raise BadValueError(f"deterministic: expected True or False, got {deterministic!r}.")
         model = plain_model(model)
         with _TURNS.at(model):
-            space = (
-                selection
-                if isinstance(selection, ParameterSpace)
-                else ParameterSpace.select(model, selection)
-            )
+            space = selection
+            if not isinstance(space, ParameterSpace):
+                space = ParameterSpace.select(model, space)
             state = named_state(model)
             devices = {value.device for value in state.values()}
             if device is None and len(devices) > 1:
                 raise ModelError(
-                    f"Expected a model on one device, got {sorted(map(str, devices))}. "
-                    "Move it with model.to(…), or name the device to compute on with "
-                    f"{option('device=')}."
+                    f"Expected a model on one device, got {sorted(map(str, devices))}. Move it "
+                    f"with model.to(…), or name the device with {option('device=')}."
                 )
             own = state[space.names[0]].dtype
             kind = working_dtype(own, dtype)
             try:
                 place = torch.device(device) if device is not None else next(iter(devices))
                 with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
+                    types = {name: kind for name in state if state[name].is_floating_point()}
                     copies = {
-                        name: value.detach().to(
-                            place, kind if value.is_floating_point() else None, copy=True
-                        )
+                        name: value.detach().to(place, types.get(name), copy=True)
                         for name, value in state.items()
                     }
             except (RuntimeError, AssertionError, TypeError) as error:
                 raise BadValueError(
                     f"device: expected one that torch has here, got {device!r} "
-                    f"({str(error).splitlines()[0]})."
+                    f"({first_line(error)})."
                 ) from error
-            weights = [as_written(name) for name, _ in model.named_parameters()]
-            digest = fingerprint(model)
-            try:
-                private = private_copy(model, copies, own)
-            except Exception:  # of the user's own; what is wrong is seen when it is called
-                private = model
+            digest = weights_fingerprint(model)
+            private = private_copy(model, copies, own, kind)
+        weights = [name for name in state if isinstance(state[name], torch.nn.Parameter)]
         bad = [name for name in weights if not bool(copies[name].isfinite().all())]
         if bad:
             raise ModelError(
@@ -134,73 +142,49 @@ class Network:
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
         return cls(
-            private,
-            space,
-            trained,
-            copies,
-            place,
-            kind,
-            deterministic=deterministic,
-            weights=digest,
-            given=model,
-        )
+            private, space, trained, copies, place, kind, {}, deterministic, digest, given=model
+        )  # fmt: skip
 
-    def settled(self, inputs: Inputs) -> Network:
-        """The same with a private copy that some inputs have shown to be one; or with none.
+    def verified(self, inputs: Inputs) -> Network:
+        """Check on some inputs that the private copy computes what the module computes, on its own.
 
-        A copy is none where it fails, uses tensors of the model itself, or computes something else.
+        Raises:
+            ModelError: the copy uses tensors of the module, or some of its own other than by way of
+                their module, so that derivatives miss them; or it computes something else.
         """
         given = self.given
         if given is None:
             return self
-        named = {id(value): name for name, value in named_state(given).items()}
-        own = {id(value): f"own {name}" for name, value in named_state(self.model).items()}
-        seen = Seen(named | own)
-        problem = ""
-        try:
-            with self.evaluation(), seen:
-                outputs = self.outputs(self.trained, inputs)
-        except Exception as error:
-            if ran_out(error):
-                raise
-            problem = f"a copy fails ({type(error).__name__}: {first_line(error)})"
-        held = {name for name in seen.names if not name.startswith("own ")}
-        if held or self.model is given:
-            problem = f"it refers to {min(held)} from elsewhere" if held else "it has no copy"
-        elif not problem and self._is_another(given, inputs, outputs):
-            problem = "a copy computes something else"
-        if not problem:
-            held = {name.removeprefix("own ") for name in seen.names}
-            return replace(self, given=None, held=frozenset(held))
-        result = replace(self, given=None, model=given, is_private=False, held=frozenset(held))
-        with result.evaluation():
-            result.outputs(self.trained, inputs)  # errors of the model come before the warning
-        warnings.warn(
-            f"Model: expected one that can be copied, got one that cannot ({problem}). It is "
-            "called itself: no other thread may call it while a fit or a prediction runs, and its "
-            "parameters must keep their names.",
-            ModelWarning,
-            stacklevel=4,
-        )
-        return result
+        named = [*named_state(given).items(), *named_state(self.model).items()]
+        calls = _Calls()
+        with self.evaluation(), calls:
+            outputs = self.outputs(self.trained, inputs)
+        used = {name for name, value in named if id(value) in calls.taken}
+        if used or self._is_another(given, inputs, outputs):
+            problem = f"it uses {min(used)} otherwise" if used else "a copy computes something else"
+            raise ModelError(
+                "Model: expected one that uses its parameters and buffers as attributes of its "
+                f"modules (self.layer.weight) alone, got one that does not: {problem}. Global "
+                "names, closures, lists of parameters and identities do not lead to a copy's own."
+            )
+        return replace(self, given=None)
 
     def _is_another(self, given: torch.nn.Module, inputs: Inputs, outputs: Tensor) -> bool:
-        """Whether the model itself has other outputs; not known where it would be altered."""
-        state, copies = named_state(given), {**self.constants, **self.trained}
-        unlike = any(module.training for module in given.modules()) or any(
+        """Return whether the module has other outputs; not known where that would alter it."""
+        copies = {**self.constants, **self.trained}
+        if any(module.training for module in given.modules()) or any(
             (value.device, value.dtype) != (copies[name].device, copies[name].dtype)
             or not torch.equal(value.detach(), copies[name])
-            for name, value in state.items()
-        )
-        if unlike:
+            for name, value in named_state(given).items()
+        ):
             return False
-        args, kwargs = _arguments(inputs)
         with _TURNS.at(given), self.evaluation(), AsDefined():
+            args, kwargs = _arguments(inputs)
             found = _logits(given(*args, **kwargs))
             return not same_outputs(found, outputs) and not self.is_random(inputs)
 
     def is_random(self, inputs: Inputs) -> bool:
-        """Whether the same inputs give different outputs from pass to pass.
+        """Return whether the same inputs give different outputs from pass to pass.
 
         A pass that draws random numbers is suspected, and repeated far more often, so that what
         happens in a few passes of a hundred is seen. Cost: up to `_PASSES` on two inputs, for as
@@ -227,166 +211,284 @@ class Network:
         """The scales of all parameters, (P,); None where all are 1."""
         if not self.scales:
             return None
-        space = self.parameters
-        own = {
-            name: torch.full(shape, self.scales[name], dtype=torch.float64)
-            for name, shape in zip(space.names, space.shapes, strict=True)
-        }
-        return space.flatten(own).to(self.device, self.dtype)
+        parts = (
+            torch.full((size,), self.scales[name], dtype=torch.float64)
+            for name, size in zip(self.parameters.names, self.parameters.sizes, strict=True)
+        )
+        return torch.cat([*parts]).to(self.device, self.dtype)
+
+    def _variables(self) -> dict[str, Tensor]:
+        """Return copies of the trained values to take derivatives by."""
+        return {name: value.clone().requires_grad_() for name, value in self.trained.items()}
 
     def outputs(self, trained: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-        """The outputs z (B, C) at the parameters `trained`; differentiable in them."""
+        """Compute the outputs z (B, C) at the parameters `trained`; differentiable in them."""
         state = {**self.constants, **trained}
-        held = {}
-        if self.held:
-            own = named_state(self.model)
-            held = {id(own[name]): state[name] for name in self.held}
-        if not self.is_private:  # of which parts may be compiled
-            state = {name: state[as_written(name)] for name in _names(self.model)}
-        with AsDefined(held):
+        with AsDefined():
             return _logits(torch.func.functional_call(self.model, state, *_arguments(inputs)))
 
     def one_output(self, trained: Mapping[str, Tensor], example: Inputs) -> Tensor:
-        """The outputs z (C,) of one example that has no batch dimension, for use under vmap."""
+        """Compute z (C,) of one example that has no batch dimension, for use under vmap."""
         return self.outputs(trained, map_leaves(lambda leaf: leaf.unsqueeze(0), example)).squeeze(0)
 
-    def gradient(
-        self,
-        inputs: Inputs,
-        total: Callable[[Tensor], Tensor],
-        during: Callable[[Mapping[str, Tensor]], AbstractContextManager[Any]] | None = None,
-    ) -> Tensor:
-        """The gradient (P,) of a number that the outputs (B, C) give, at the trained point.
-
-        Args:
-            inputs: of the network.
-            total: from the outputs to the number.
-            during: gives, for the parameters, a context that the number is computed in.
-        """
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
-        with torch.enable_grad(), during(trained) if during else nullcontext():
+    def gradient(self, inputs: Inputs, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute the gradient (P,) of a number `total` that outputs (B, C) give, at ω̂."""
+        trained = self._variables()
+        with torch.enable_grad():
             number = total(self.outputs(trained, inputs))
             if not number.requires_grad:
                 return torch.zeros_like(self.point)
-        with torch.enable_grad():
             parts = torch.autograd.grad(number, list(trained.values()), materialize_grads=True)
         return self.parameters.flatten(dict(zip(trained, parts, strict=True)))
 
     def activation_bytes(self, inputs: Inputs) -> int:
-        """The memory of everything that a forward pass keeps for its derivatives."""
+        """Measure the memory of everything that a forward pass keeps for its derivatives."""
         sizes: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
             return tensor.detach()  # itself it would keep alive, by way of what made it
 
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        trained = self._variables()
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
                 outputs = self.outputs(trained, inputs)  # held, so that no storage is used twice
         except RuntimeError as error:  # of torch.func in the forward pass, which bars such hooks
             if ran_out(error):
                 raise
-            with cast(Any, _Sizes)() as mode:
+            with _Calls() as calls:
                 self.outputs(self.trained, inputs)
-            return int(mode.total)
+            return calls.bytes
         for weight in [*trained.values(), *self.constants.values()]:
             sizes.pop(weight.untyped_storage().data_ptr(), None)
         return sum(sizes.values()) + outputs.nbytes
 
     def check_last_layer(self, examples: Inputs) -> None:
         """Refuse a `last_layer()` selection that cannot be what produces the outputs."""
-        trained = {name: value.clone().requires_grad_() for name, value in self.trained.items()}
+        trained = self._variables()
         with torch.enable_grad():
             columns = self.outputs(trained, examples).sum(0).unbind()  # (C,)
-        weights = list(trained.values())
-        reaches = dict.fromkeys(trained, True)
-        for column in columns:
-            parts: Sequence[Tensor] = [torch.zeros(1)] * len(weights)
-            if column.requires_grad:
-                parts = torch.autograd.grad(
-                    column, weights, retain_graph=True, materialize_grads=True
-                )
-            for name, part in zip(trained, parts, strict=True):
-                reaches[name] &= bool(part.any())
         for name, value in trained.items():
-            if value.ndim < 1 or value.shape[0] != len(columns) or not reaches[name]:
+            is_last = value.ndim > 0 and len(value) == len(columns)
+            for column in columns if is_last and columns[0].requires_grad else ():
+                (part,) = torch.autograd.grad(column, value, retain_graph=True, allow_unused=True)
+                is_last &= part is not None and bool(part.any())
+            if not is_last:
                 raise ModelError(
                     f"{option('params', LastLayer())}: expected the last registered layer to "
                     f"produce the outputs, got {name}, which does not. Name the right one with "
                     f"{option('params=')}."
                 )
 
+    def check_independence(self, inputs: Inputs, outputs: Tensor, *, closely: bool = False) -> None:
+        """Refuse outputs (B, C) that are others where an example has other company.
+
+        A few examples are run again, in another order. `closely` for a batch drawn from this one
+        with replacement, of the same size; for a part of it, backwards; and for examples alone.
+
+        Cost: a forward pass over 1/32 of the examples, and two more; `closely`, about two passes.
+        """
+        count, outputs = len(outputs), outputs.detach()
+        if count == 1:
+            return
+        generator = torch.Generator().manual_seed(count)
+        samples = [torch.randperm(count, generator=generator)[: 2 + count // _SHARE]]
+        if closely:
+            last = torch.tensor([count - 1])
+            drawn = torch.randint(count, (count,), generator=generator)
+            samples = [drawn, torch.arange(count // 2, -1, -1), last, last * 0]
+        for sample in samples:
+            chosen = sample.to(outputs.device)
+            try:
+                is_same = self._is_independent(inputs, outputs, chosen)
+            except RuntimeError as error:  # a model that takes batches in one order alone, say
+                if ran_out(error) or len(sample) == 1:
+                    raise
+                is_same = self._is_independent(inputs, outputs, chosen.sort().values)
+            if not is_same:
+                raise ModelError(
+                    "Model output: expected that of one example not to depend on the rest of its "
+                    "batch, got one that does. Batch norm needs its running statistics "
+                    "(track_running_stats=True), recurrent layers batch_first=True."
+                )
+
+    def _is_independent(self, inputs: Inputs, outputs: Tensor, sample: Tensor) -> bool:
+        """Return whether some examples have the same outputs alone, but for rounding."""
+        some, expected = map_leaves(lambda leaf: leaf[sample], inputs), outputs[sample]
+        try:
+            found = self.outputs(self.trained, some)
+        except ValueError:  # statistics of a batch that has a single example
+            return False
+        if found.shape != expected.shape:
+            return False
+        gap, scale = (found - expected).abs().amax(0), outputs.abs().amax(0)
+        over = gap > _OTHER_SIZE[self.dtype] * scale
+        if not bool(gap.isfinite().all()) or not bool(over.any()):
+            return True  # outputs that are not finite have an error of their own
+        return not bool((gap > _OF_NOISE * self._noise(some, found))[over].any())
+
+    def _noise(self, inputs: Inputs, outputs: Tensor) -> Tensor:
+        """Measure how far outputs move with weights rounded as coarsely as any result is, (C,)."""
+        with _Calls() as calls:
+            self.outputs(self.trained, inputs)
+        generator = torch.Generator().manual_seed(0)
+        eps = max((torch.finfo(kind).eps for kind in calls.kinds), default=0.0)
+
+        def rounded(value: Tensor) -> Tensor:
+            if not value.is_floating_point():
+                return value
+            step = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            return value * (1 + eps * step.to(value.device)).to(value.dtype)
+
+        trained = {name: rounded(value) for name, value in self.trained.items()}
+        constants = {name: rounded(value) for name, value in self.constants.items()}
+        moved = replace(self, constants=constants).outputs(trained, map_leaves(rounded, inputs))
+        return (moved - outputs).abs().amax(0)
+
     def same_bits(self) -> AbstractContextManager[None]:
-        """Deterministic algorithms alone, where they were asked for; a CPU has no others."""
+        """Ask for deterministic algorithms, where they are wanted; a CPU has no others."""
         return same_bits(self.deterministic and self.device.type == "cuda")
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Compute in eval mode and full precision; everything is as before afterwards.
+        """Compute in full precision, and models that were compiled as they were written.
 
-        Another thread waits until this one is done with the model, whose parameters are others in
-        the meantime; where it is the user's, its flags and hooks as well.
-
-        Raises:
-            ModelError: it is the user's, and its parameters have other names than at the fit.
+        Another thread waits until this one is done with the copy, whose parameters are others in
+        the meantime.
         """
-        with _TURNS.at(self.model):
-            self._check_names()
-            yield from self._evaluation()
-
-    def _check_names(self) -> None:
-        if self.is_private:
-            return
-        expected = {*self.trained, *self.constants}
-        found = {as_written(name) for name in _names(self.model)}
-        if found != expected:
-            raise ModelError(
-                "Model: the model's parameters were renamed since the fit: missing "
-                f"{_some(expected - found)}; new {_some(found - expected)}. Bring it back to what "
-                "it was, or fit again."
-            )
-
-    def _evaluation(self) -> Iterator[None]:
-        training = [module for module in self.model.modules() if module.training]
-        # Hooks on gradients cannot run under torch.func, and have no say in the outputs.
-        hooked = [
-            (module, name, hooks)
-            for module in self.model.modules()
-            for name in ("_backward_hooks", "_backward_pre_hooks")
-            if (hooks := getattr(module, name))
-        ]
-        for module in training:
-            module.training = False
-        for module, name, _ in hooked:
-            setattr(module, name, OrderedDict())
-        try:
-            with self.same_bits(), full_precision(self.device), _not_compiled(), _plain_calls():
-                yield
-        finally:
-            for module in training:
-                module.training = True
-            for module, name, hooks in hooked:
-                setattr(module, name, hooks)
+        # Without `_dynamo` nothing is compiled, and importing it takes seconds.
+        eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
+        with _TURNS.at(self.model), full_precision(self.device), self.same_bits(), eager, _plain():
+            yield
 
 
-_TURNS = Turns()
-_ROUNDING = 100  # units in the last place of the largest output
-# Of passes that draw no random numbers, and of those that do.
-_PASSES, _SECONDS = (60, 400), (0.05, 4.0)
-_AS_WRITTEN = Shared(lambda: torch.compiler.set_stance("force_eager"))
+@contextmanager
+def _calls_instead_of_checkpoints() -> Iterator[None]:
+    checkpoints: Any = torch.utils.checkpoint
+    reentrant = checkpoints.CheckpointFunction
+    again = checkpoints._checkpoint_without_reentrant_generator
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: Any, *args: Any) -> Any:
+            return function(*args) if _CALLING.get() else reentrant.apply(function, preserve, *args)
+
+    checkpoints.CheckpointFunction = Reentrant
+    checkpoints._checkpoint_without_reentrant_generator = lambda *args, **kwargs: (
+        iter([None]) if _CALLING.get() else again(*args, **kwargs)
+    )
+    try:
+        yield
+    finally:
+        checkpoints.CheckpointFunction = reentrant
+        checkpoints._checkpoint_without_reentrant_generator = again
 
 
-def _names(model: torch.nn.Module) -> list[str]:
-    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+_CALLING = ContextVar("_CALLING", default=False)  # in this thread
+_calls = Shared(_calls_instead_of_checkpoints)
 
 
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "") or "none"
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Call in this thread what `torch.utils.checkpoint` is given, which computes the same.
+
+    It saves memory by a second forward pass amid the backward one, which no transform sees.
+    """
+    token = _CALLING.set(True)
+    try:
+        with _calls():
+            yield
+    finally:
+        _CALLING.reset(token)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a network computes, to tell it from others with the same weights.
+
+    Attributes:
+        ranges: of the generated inputs (see `Signature.generate`); empty where there are none.
+        outputs: of those inputs, in float64.
+    """
+
+    ranges: Ranges
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, network: Network, signature: Signature, ranges: Ranges) -> Behaviour:
+        """Note what a network computes. Cost: a forward pass of a few inputs."""
+        if sum(GENERATED * math.prod(shape) for shape, _, _ in ranges) <= MOST_GENERATED:
+            outputs = _generated_outputs(network, signature, ranges)
+            if outputs is not None and bool(outputs.isfinite().all()):
+                return cls(ranges, outputs)
+        return cls((), torch.zeros(0, 0, dtype=torch.float64))
+
+    def difference(self, network: Network, signature: Signature) -> str:
+        """Describe how a network differs from the one that is noted; empty if it does not."""
+        if not self.ranges:
+            return ""
+        outputs = _generated_outputs(network, signature, self.ranges)
+        if outputs is None:
+            return "it does not take the inputs that it took"
+        if outputs.shape != self.outputs.shape:
+            return f"it has {outputs.shape[1]} outputs, not {self.outputs.shape[1]}"
+        gap, scale = (float(x.abs().max()) for x in (outputs - self.outputs, self.outputs))
+        if gap <= _SAME[network.dtype] * scale:
+            return ""
+        return f"outputs of generated inputs differ by {gap / (scale or 1.0):.2g} of the largest"
+
+
+def _generated_outputs(network: Network, signature: Signature, ranges: Ranges) -> Tensor | None:
+    """Compute the outputs of generated inputs; None where the model does not take any numbers."""
+    try:
+        with network.evaluation():
+            inputs = signature.generate(ranges, network.device, network.dtype)
+            return network.outputs(network.trained, inputs).double().cpu()
+    except Exception as error:  # of the user's own
+        if ran_out(error):
+            raise
+        return None
+
+
+class AsDefined(TorchFunctionMode):
+    """Computes operations by their `DEFINITIONS`; it costs a microsecond a call."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, or what it is made of."""
+        return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes what torch's functions take and return.
+
+    Attributes:
+        taken: the identities of what they take.
+        kinds: the floating types of what they return: a model may compute a part in float16.
+        bytes: that they return in all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: set[int] = set()
+        self.kinds: set[torch.dtype] = set()
+        self.bytes = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and note its arguments and the types of its results."""
+        result = func(*args, **(kwargs or {}))
+        self.taken |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.kinds |= {leaf.dtype for leaf in found if leaf.is_floating_point()}
+        self.bytes += sum(leaf.nbytes for leaf in found)
+        return result
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The arguments of a forward pass, in tensors that it may change."""
+    """Return the arguments of a forward pass, in tensors that it may change."""
     own = map_leaves(torch.clone, inputs)
     if isinstance(own, dict):
         return (), own
@@ -394,17 +496,12 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
 
 
 def same_outputs(a: Tensor, b: Tensor) -> bool:
-    """Whether outputs are the same but for rounding, NaN counted as a value."""
+    """Return whether outputs are the same but for rounding, NaN counted as a value."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     scale = float(b.nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
     near = (a - b).abs() <= _ROUNDING * torch.finfo(b.dtype).eps * scale
     return bool((near | (a == b) | (a.isnan() & b.isnan())).all())
-
-
-def weighted_sum(outputs: Tensor) -> Tensor:
-    """A number that each output (B, C) has another part in."""
-    return (outputs * torch.arange(1, outputs.shape[1] + 1, device=outputs.device)).sum()
 
 
 @contextmanager
@@ -427,84 +524,16 @@ def model_errors(advice: str = "") -> Iterator[None]:
         ) from error
 
 
-def fingerprint(model: torch.nn.Module) -> str:
-    """A digest of a model's whole state: names, shapes, types and values."""
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Return a digest of a model's state as files have it: names, shapes, types and values."""
     digest = hashlib.blake2b(digest_size=16)
     with _TURNS.at(model):
         state = {as_written(name): value for name, value in model.state_dict().items()}
     for name, value in sorted(state.items()):
-        if not isinstance(value, Tensor):
-            continue
-        digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())
-        plain = value.detach().cpu().contiguous()
-        digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+        if isinstance(value, Tensor):
+            digest.update(f"{name}:{tuple(value.shape)}:{value.dtype};".encode())
+            digest.update(tensor_bytes(value))
     return digest.hexdigest()
-
-
-@contextmanager
-def _calls_instead_of_checkpoints() -> Iterator[None]:
-    """In this thread `torch.utils.checkpoint` calls what it is given, which computes the same.
-
-    It saves memory by a second forward pass amid the backward one, which no mode or transform sees.
-    """
-    again = _CHECKPOINTS._checkpoint_without_reentrant_generator
-    reentrant = _CHECKPOINTS.CheckpointFunction
-
-    def nothing() -> Iterator[None]:
-        yield
-
-    def without(*args: Any, **kwargs: Any) -> Any:
-        return nothing() if getattr(_HERE, "depth", 0) else again(*args, **kwargs)
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Any, preserve: Any, *args: Any) -> Any:
-            if getattr(_HERE, "depth", 0):
-                return function(*args)
-            return reentrant.apply(function, preserve, *args)
-
-    _CHECKPOINTS._checkpoint_without_reentrant_generator = without
-    _CHECKPOINTS.CheckpointFunction = Reentrant
-    try:
-        yield
-    finally:
-        _CHECKPOINTS._checkpoint_without_reentrant_generator = again
-        _CHECKPOINTS.CheckpointFunction = reentrant
-
-
-_CHECKPOINTS: Any = torch.utils.checkpoint
-_HERE = threading.local()
-_checkpoints = Shared(_calls_instead_of_checkpoints)
-
-
-@contextmanager
-def _plain_calls() -> Iterator[None]:
-    _HERE.depth = getattr(_HERE, "depth", 0) + 1
-    try:
-        with _checkpoints():
-            yield
-    finally:
-        _HERE.depth -= 1
-
-
-class _Sizes(TorchDispatchMode):
-    """Adds up the memory of all results."""
-
-    total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.total += sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
-        return result
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Run models that were compiled as they were written: derivatives look inside."""
-    if "torch._dynamo" not in sys.modules:  # then none is, and importing it takes seconds
-        return nullcontext()
-    return _AS_WRITTEN()
 
 
 def _logits(result: object) -> Tensor:
@@ -512,14 +541,10 @@ def _logits(result: object) -> Tensor:
         result = result["logits"]
     elif not isinstance(result, Tensor) and hasattr(result, "logits"):
         result = result.logits
-    if not isinstance(result, Tensor):
-        raise ModelError(
-            "Model output: expected a tensor of logits (B, C), or an object with .logits, got "
-            f"{type(result).__name__}. Wrap the model in a module that returns the logits alone."
-        )
-    if result.ndim != 2:
-        raise ModelError(
-            f"Model output: expected logits of shape (B, C), got {tuple(result.shape)}. Wrap the "
-            "model in a module that reshapes them."
-        )
-    return result
+    if isinstance(result, Tensor) and result.ndim == 2:
+        return result
+    got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise ModelError(
+        "Model output: expected logits, a tensor of shape (B, C), or an object with .logits, got "
+        f"{got}. Wrap the model in a module that returns them so."
+    )

@@ -1,36 +1,58 @@
-"""Models within what trains them on several processes, or compiles them."""
+"""The user's module: within its wrappers, copied, which of its parameters count, and with which λ.
+
+With λᵢ for parameter i and D = diag(λᵢ) the cost is mean loss + ½ ωᵀDω, and its curvature A + D.
+In the coordinates ω' = S⁻¹ω, S = D^{-½}, that becomes S A S + I: the same form as with a single λ,
+which is 1 there. Derivatives by ω' are those by ω times S, and everything else stays as it is.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import inspect
 import math
 import sys
+import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from numbers import Real
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
-from deltabars.errors import BadValueError, ModelError
+from deltabars.errors import BadValueError, ModelError, first_line, is_option
 
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-_FSDP = "torch.distributed.fsdp"
 _COMPILED = "_orig_mod"
+# What trains or feeds a module has no say in its outputs, and may be large.
+_SERVICES = (
+    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    torch.utils.data.Dataset, torch.utils.data.DataLoader,
+)  # fmt: skip
+# Hooks that cannot run under torch.func, or have no say in the outputs.
+_UNUSED_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_SAME = 1e-9  # relative: levels of parameters that are meant to be one
 
 
-def plain_model(model: Any) -> torch.nn.Module:
-    """The module within those that train it on several processes, or compile it.
+def plain_model(model: Any) -> nn.Module:
+    """Return the module within those that train it on several processes, or compile it.
 
     Raises:
         ModelError: it is no module, has no code of Python or no weights yet, or each process has a
             part of its parameters alone.
     """
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, nn.Module):
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     while (inside := as_written(model)) is not model or isinstance(model, _WRAPPERS):
         model = model.module if isinstance(model, _WRAPPERS) else inside
@@ -39,35 +61,35 @@ def plain_model(model: Any) -> torch.nn.Module:
             "model: expected a module of Python code, got one of TorchScript, whose parameters "
             "cannot be exchanged. Give the module that it was made from."
         )
-    kinds = [_kind("torch.distributed.tensor", "DTensor"), _kind(_FSDP, "FullyShardedDataParallel")]
-    sharded = tuple(kind for kind in kinds if kind is not None)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = [name for name, value in tensors.items() if is_lazy(value) or value.is_meta]
     if empty:
         raise ModelError(
-            f"model: expected weights, got {len(empty)} tensors without values ({empty[0]}"
-            f"{', …' if len(empty) > 1 else ''}), on the meta device or not initialised. Load the "
-            "weights first: model.to_empty(device=…) and load_state_dict(…), or one forward pass "
-            "of a lazy module."
+            f"model: expected weights, got {len(empty)} tensors without values ({_few(empty, 1)}), "
+            "on the meta device or not initialised. Load the weights first: "
+            "model.to_empty(device=…) and load_state_dict(…), or one forward pass of a lazy module."
         )
-    parts = [*model.modules(), *tensors.values()]
-    found = next((part for part in parts if isinstance(part, sharded)), None)
-    if found is not None:
-        raise ModelError(
-            f"model: expected whole parameters on every process, got {type(found).__name__}, which "
-            "has a part of them on each. Load a full state dict into a plain model: "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
-            "torch.distributed.checkpoint.state_dict."
-        )
+    sharded = (
+        _kind("torch.distributed.tensor", "DTensor"),
+        _kind("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    )
+    for part in (*model.modules(), *tensors.values()):
+        if isinstance(part, tuple(kind for kind in sharded if kind is not None)):
+            raise ModelError(
+                f"model: expected whole parameters on every process, got {type(part).__name__}, "
+                "which has a part of them on each. Load a full state dict into a plain model: "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "torch.distributed.checkpoint.state_dict."
+            )
     return model
 
 
 @overload
 def as_written(given: str) -> str: ...
 @overload
-def as_written(given: torch.nn.Module) -> torch.nn.Module: ...
-def as_written(given: str | torch.nn.Module) -> str | torch.nn.Module:
-    """The module that was compiled, or the name of a parameter in it; others as they are."""
+def as_written(given: nn.Module) -> nn.Module: ...
+def as_written(given: str | nn.Module) -> str | nn.Module:
+    """Return the module that was compiled, or the name of a parameter in it; others as they are."""
     if isinstance(given, str):
         return given.replace(f"{_COMPILED}.", "")
     compiled = _kind("torch._dynamo.eval_frame", "OptimizedModule")
@@ -75,8 +97,102 @@ def as_written(given: str | torch.nn.Module) -> str | torch.nn.Module:
 
 
 def _kind(module: str, name: str) -> type | None:
-    """A class of torch, where its module is in use; None where it is not."""
+    """Look up a class of torch, where its module is in use; None where it is not."""
     return getattr(sys.modules.get(module), name, None)
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by their names, without those of compilation."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {as_written(name): value for name, value in found.items()}
+
+
+def private_copy(
+    model: nn.Module, state: Mapping[str, Tensor], own: torch.dtype, kind: torch.dtype
+) -> nn.Module:
+    """Copy a module by `copy.deepcopy`, in eval mode and without hooks on gradients.
+
+    Its parameters and buffers share the memory of `state`; other tensors that it holds are copied
+    to the device of the state, and from the type `own` to `kind`. What trains or feeds the module,
+    and attributes that cannot be copied (locks, files), are shared. Closures in its attributes that
+    refer to modules refer to their copies.
+
+    Raises:
+        ModelError: it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    device, there = (
+        next(iter(named_state(model).values())).device,
+        next(iter(state.values())).device,
+    )
+    for name, value in named_state(model).items():
+        mine = state[name].detach()  # another tensor, with the same memory
+        is_parameter = isinstance(value, nn.Parameter)
+        memo[id(value)] = nn.Parameter(mine, value.requires_grad) if is_parameter else mine
+    held = [vars(module) for module in model.modules()]
+    compiled, closures = [], []
+    for leaf in tree_leaves(held):
+        if isinstance(leaf, Tensor) and id(leaf) not in memo:
+            place = there if leaf.device == device else leaf.device
+            with torch.inference_mode(False):
+                mine = leaf.detach().to(place, kind if leaf.dtype == own else None, copy=True)
+            memo[id(leaf)] = mine
+        elif isinstance(leaf, _SERVICES):
+            memo[id(leaf)] = leaf
+        elif isinstance(leaf, nn.Module) and as_written(leaf) is not leaf:
+            compiled.append(leaf)
+        function = leaf.func if isinstance(leaf, partial) else leaf
+        if isinstance(function, types.FunctionType) and function.__closure__:
+            closures.append((function, _with_new_cells(function)))
+    memo |= {id(old): new for old, new in closures}
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        for module in compiled:
+            memo[id(module)] = copy.deepcopy(as_written(module), memo)
+        whole = copy.deepcopy(model, memo)
+        for old, new in closures:
+            for mine, cell in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
+                mine.cell_contents = _of_copy(cell.cell_contents, memo)
+        return whole
+
+    try:
+        private = copied(dict(memo))
+    except Exception:  # of some attribute: a lock, a file
+        for attributes in reversed(held):  # parts come before what they are in
+            for value in attributes.values():
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    memo[id(value)] = value
+        try:
+            private = copied(memo)
+        except Exception as error:
+            raise ModelError(
+                "Model: expected one that copy.deepcopy can copy, got "
+                f"{type(error).__name__}: {first_line(error)}. Take out what cannot be copied."
+            ) from error
+    for module in private.modules():
+        vars(module).update({name: OrderedDict() for name in _UNUSED_HOOKS}, training=False)
+        if parametrize.is_parametrized(module):  # its class is its own, which changes would change
+            of: Any = type(module)
+            names = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
+            module.__class__ = type(of)(of.__name__, of.__bases__, names)
+    return private
+
+
+def _with_new_cells(function: types.FunctionType) -> types.FunctionType:
+    """Copy a function whose closure is to be filled."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    of = function.__code__, function.__globals__, function.__name__, function.__defaults__
+    mine = types.FunctionType(*of, cells)
+    mine.__kwdefaults__ = function.__kwdefaults__
+    return mine
+
+
+def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return what a closure of the copy refers to: parts of the copy, and all else as it is."""
+    is_part = isinstance(value, nn.Module | types.MethodType) or id(value) in memo
+    return copy.deepcopy(value, memo) if is_part else value
 
 
 Predicate = Callable[..., bool]
@@ -87,7 +203,7 @@ class LastLayer:
     """A selection that is resolved when a model is at hand (see `last_layer`)."""
 
     def names(self, model: torch.nn.Module) -> list[str]:
-        """The parameters held directly by the last registered module that holds any."""
+        """Name the parameters held directly by the last registered module that holds any."""
         last: list[str] = []
         for prefix, module in model.named_modules():
             own = [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)]
@@ -100,6 +216,7 @@ class LastLayer:
         return "last_layer()"
 
 
+L2Rates = float | Mapping[str, float]
 Selection = str | Sequence[str] | Predicate | LastLayer | None
 
 
@@ -120,7 +237,7 @@ def last_layer(model: torch.nn.Module | None = None) -> LastLayer | list[str]:
 
 @dataclass(frozen=True)
 class ParameterSpace:
-    """Named parameters and their places in one flat vector of P numbers, in the model's order."""
+    """Named parameters, one after the other in a flat vector of P numbers, in the model's order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -146,7 +263,7 @@ class ParameterSpace:
 
     @classmethod
     def select(cls, model: torch.nn.Module, selection: Selection = None) -> ParameterSpace:
-        """The parameters of `model` that `selection` names.
+        """Select the parameters of `model` that `selection` names.
 
         Args:
             model: any module. Tied weights count once, under their first name.
@@ -167,7 +284,7 @@ class ParameterSpace:
         if frozen:
             raise ModelError(
                 f"Expected trained parameters, got {len(frozen)} frozen ones "
-                f"(requires_grad=False): {_shorten(frozen)}. Leave them out with "
+                f"(requires_grad=False): {_few(frozen)}. Leave them out with "
                 "params=lambda name, p: p.requires_grad, or unfreeze them if they were trained."
             )
         return cls(names, tuple(tuple(parameters[name].shape) for name in names))
@@ -210,21 +327,17 @@ def _chosen_names(
 
 def _by_predicate(parameters: Mapping[str, Tensor], predicate: Predicate) -> set[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        parameter
-        for parameter in inspect.signature(predicate).parameters.values()
-        if parameter.kind in positional and parameter.default is inspect.Parameter.empty
-    ]
-    takes_one = len(needed) == 1
+    taken = inspect.signature(predicate).parameters.values()
+    needed = [one for one in taken if one.kind in positional and one.default is one.empty]
     chosen = {
         name
         for name, value in parameters.items()
-        if (predicate(name) if takes_one else predicate(name, value))
+        if (predicate(name) if len(needed) == 1 else predicate(name, value))
     }
     if not chosen:
         raise BadValueError(
             "params: expected a predicate that selects at least one parameter, got one that "
-            f"selects none of {_shorten(list(parameters))}."
+            f"selects none of {_few(list(parameters))}."
         )
     return chosen
 
@@ -242,12 +355,121 @@ def _by_patterns(
             close = difflib.get_close_matches(pattern, list(aliases), n=3) or list(aliases)
             raise BadValueError(
                 f"params: expected a pattern that matches a parameter, got {pattern!r}, which "
-                f"matches none. The model has {_shorten(close)}."
+                f"matches none. The model has {_few(close)}."
             )
         chosen.update(first_name[id(aliases[name])] for name in matched)
     return chosen
 
 
-def _shorten(names: Sequence[str], limit: int = 6) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+def _few(names: Sequence[str], limit: int = 6) -> str:
+    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The λ of a set of parameters.
+
+    Attributes:
+        given: what the user gave: a number, or numbers by name pattern.
+        level: λ in the coordinates ω' = ω/scale.
+        scales: by parameter, in which ω' is measured; empty where ω' is ω.
+    """
+
+    given: L2Rates
+    level: float
+    scales: Mapping[str, float]
+
+    @classmethod
+    def read(
+        cls, l2: Any, space: ParameterSpace, scales: Mapping[str, float] | None = None
+    ) -> Prior:
+        """Check what was given, for the parameters of `space`.
+
+        Args:
+            l2: λ > 0, or a mapping from name patterns to such numbers. Where several patterns match
+                a parameter the last one counts, so that `{"*": 0.01, "*.bias": 1e-4}` does what it
+                says.
+            scales: coordinates that are chosen already; λ must be one number in them.
+
+        Raises:
+            BadValueError: a number that is not finite and above zero, a parameter without a λ, a
+                pattern without a parameter, or another ratio of λs than the scales have.
+        """
+        if not isinstance(l2, Mapping):
+            number = check_number(l2)
+            if scales:
+                raise BadValueError(
+                    f"l2: expected a mapping from name patterns to numbers, like that of the fit, "
+                    f"got {number:g}. The λs of such a fit can change by a common factor alone; "
+                    "fit again for others."
+                )
+            return cls(number, number, {})
+        own = _by_parameter(l2, space)
+        given = {pattern: float(value) for pattern, value in l2.items()}
+        if scales is None:
+            return cls(given, 1.0, {name: value**-0.5 for name, value in own.items()})
+        levels = [value * scales.get(name, 1.0) ** 2 for name, value in own.items()]
+        if max(levels) > min(levels) * (1 + _SAME):
+            raise BadValueError(
+                "l2: expected the λs of the fit times a common factor, got factors from "
+                f"{min(levels):g} to {max(levels):g}. Fit again for other ratios."
+            )
+        return cls(given, levels[0], scales)
+
+    def times(self, factor: float) -> Prior:
+        """Multiply all λs by a number."""
+        if factor == 1:
+            return self
+        return Prior(scaled(self.given, factor), factor * self.level, self.scales)
+
+
+def scaled(l2: L2Rates, factor: float) -> L2Rates:
+    """Multiply λ, or several, by a number."""
+    if isinstance(l2, Mapping):
+        return {pattern: factor * value for pattern, value in l2.items()}
+    return factor * l2
+
+
+def check_number(l2: Any) -> float:
+    """Return λ as a float; refuse it unless it is finite and above zero."""
+    if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
+        number, several = (
+            ("number", "PATTERN=NUMBER …")
+            if is_option("l2")
+            else ("Python number", "a mapping from name patterns to such numbers")
+        )
+        raise BadValueError(
+            f"l2: expected a finite {number} above zero (the weight decay of the training cost), "
+            f"or {several}, got {l2!r}."
+        )
+    return float(l2)
+
+
+def _by_parameter(l2: Mapping[Any, Any], space: ParameterSpace) -> dict[str, float]:
+    own: dict[str, float] = {}
+    for pattern, value in l2.items():
+        if isinstance(value, Real) and value == 0:
+            raise BadValueError(
+                f"l2: expected numbers above zero, got 0 for {pattern!r}. For parameters that were "
+                "trained without decay give a small one, such as 1e-4 of the others': what the "
+                "data say of them is then among the first eigenpairs."
+            )
+        number = check_number(value)
+        matched = (
+            [name for name in space.names if fnmatch.fnmatchcase(name, pattern)]
+            if isinstance(pattern, str)
+            else []
+        )
+        if not matched:
+            raise BadValueError(
+                f"l2: expected patterns that match a parameter, got {pattern!r}, which matches "
+                f"none of {_few(space.names)}."
+            )
+        own.update(dict.fromkeys(matched, number))
+    left = [name for name in space.names if name not in own]
+    if left:
+        raise BadValueError(
+            f"l2: expected a λ for every parameter, got none for {_few(left)}. "
+            "Start with a pattern for all: {'*': 0.01, …}."
+        )
+    return {name: own[name] for name in space.names}

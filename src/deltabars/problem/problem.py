@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import math
 import platform
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option
-from deltabars.likelihoods.base import Likelihood
-from deltabars.likelihoods.losses import Loss, read_loss, told_apart
-from deltabars.problem.batches import Batch
-from deltabars.problem.behaviour import check_independence, ranges_of
-from deltabars.problem.data import TrainingData
-from deltabars.problem.inputs import Signature, leaves, map_leaves
-from deltabars.problem.network import Network, model_errors, weighted_sum
-from deltabars.problem.parameters import LastLayer, ParameterSpace, Selection
-from deltabars.problem.prior import L2Rates, Prior
+from deltabars.errors import BadValueError, DataError, ModelError, OptimumWarning, option, warn
+from deltabars.likelihoods.base import Likelihood, Loss, read_loss, told_apart
+from deltabars.problem.data import (
+    Batch,
+    TrainingData,
+    as_tensors,
+    check_can_be_read_again,
+    leaves,
+    map_leaves,
+    ranges_of,
+)
+from deltabars.problem.network import Network, model_errors
+from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
+from deltabars.problem.sharding import own_part
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
 from deltabars.runtime.vectors import Spaces
 
-_LARGEST_CHUNK = {"cpu": 1024}  # examples
-_LARGEST_CHUNK_ELSEWHERE = 8192
 _COPIES = 6  # of the activations of a chunk, that derivatives take about
 _PROBE = 64  # examples that the model is tried on
-_FAR, _FAR_RELATIVE = 1.0, 0.5
 _AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of the best constant outputs
 TRAIN_ON = (
@@ -43,59 +43,19 @@ TRAIN_ON = (
 )
 
 
-def is_far(relative_gradient: float, distance: float | None) -> bool:
-    """Return whether predictions at the optimum lie outside of their error bars here.
-
-    Args:
-        relative_gradient: ‖∇cost‖ over the norms of its two parts.
-        distance: from the optimum, in error bars; None where it is not known.
-    """
-    return relative_gradient > _FAR_RELATIVE and (distance is None or distance > _FAR)
-
-
-def how_far(relative_gradient: float, distance: float | None) -> str:
-    """Describe the distance from the optimum in a sentence."""
-    if distance is None:
-        return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
-    return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
-
-
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """Sums over examples.
 
     Attributes:
-        loss: Σ lossₙ.
-        weight: Σ of the examples' weights; N where all count alike.
+        sums: Σ lossₙ, Σ weightsₙ, how many labels are predicted right (NaN where targets are no
+            labels), and how many examples: (4,), float64.
         gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
-        right: how many labels are predicted right; NaN where targets are no labels.
         moments: of the targets (see `Likelihood.constant_answer`).
-        count: how many examples.
     """
 
-    loss: float
-    weight: float
+    sums: Tensor
     gradient: Tensor
-    right: float
     moments: Tensor
-    count: int
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(
-            self.loss + other.loss,
-            self.weight + other.weight,
-            self.gradient + other.gradient,
-            self.right + other.right,
-            self.moments + other.moments,
-            self.count + other.count,
-        )
-
-    def over(self, group: Group) -> Totals:
-        """Sum over all processes."""
-        parts = group.gather_objects((self.loss, self.weight, self.right, self.count))
-        loss, weight, right, count = (math.fsum(column) for column in zip(*parts, strict=True))
-        gradient, moments = group.all_reduce_(self.gradient), group.all_reduce_(self.moments)
-        return Totals(loss, weight, gradient, right, moments, int(count))
 
 
 class Problem:
@@ -171,32 +131,38 @@ class Problem:
             )
         report = on_progress or (lambda done, what: None)
         room = share(self.memory_budget, DATA)
+        data, source = as_tensors(data), "whole"
+        check_can_be_read_again(data)
+        if self.group.size > 1:
+            data, source = own_part(data, self.group)
         self.data = TrainingData(
-            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted
+            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted, source
         )
         self.num_outputs = 0  # until the model is tried
-        advice = _advice_on_integers(self.data.signature)
         first = next(iter(self.chunks(_PROBE)))
         self.ranges = ranges_of(first.inputs)
-        self._pixels = _advice_on_pixels(first)
+        advice, self._pixels = _advice_on_inputs(first)
         with model_errors(advice):
-            self.network = self.network.settled(first.inputs)
+            self.network = self.network.verified(first.inputs)
         with self.network.evaluation(), model_errors(advice):
             self.num_outputs = self._try(first, allow_probabilities)
             self._check_same_function(first)
             self.activation_bytes = self.network.activation_bytes(first.inputs) // len(first)
-            self.chunk_size = ChunkSize(chunk_size or self._default_chunk_size())
+            most = 1024 if self.device.type == "cpu" else 8192
+            each = _COPIES * self.activation_bytes
+            size = chunk_size or chunk_within(self.memory_budget, each, most, self.device)
+            self.chunk_size = ChunkSize(size)
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
             self._check_dependence(first)
             totals = self._read_losses(report)
             self.reached = self._find_reached(totals.gradient)
-        self.mean_loss = totals.loss / totals.weight
-        right = totals.right / self.num_examples
-        self.train_accuracy = None if math.isnan(right) else right
+        loss_sum, weight, right, _ = totals.sums.tolist()
+        self.mean_loss = loss_sum / weight
+        self.train_accuracy = None if math.isnan(right) else right / self.num_examples
         self.constant_answer = self.likelihood.constant_answer(totals.moments, self.num_examples)
-        self._data_gradient = (totals.gradient / totals.weight).to(self.dtype)
-        self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, totals.weight))
+        self._data_gradient = (totals.gradient / weight).to(self.dtype)
+        self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, weight))
         self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
 
     @property
@@ -288,53 +254,45 @@ class Problem:
         guesses = found is not None and found <= accuracy + spread
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
-    def warn_if_far_from_optimum(self, distance: float | None) -> None:
-        """Warn where predictions at the optimum lie outside of their bars, or nothing was learned.
+    def warn_of_optimum(self, far: str) -> None:
+        """Warn that the weights are at no optimum, or that nothing was learned.
 
         Args:
-            distance: from the optimum, in error bars; None where it is not known.
+            far: how far predictions at the optimum are, in words; empty where it is not known.
         """
-        if not self.is_at_chance and not is_far(self.relative_gradient, distance):
-            return
         chance = self._advice_on_chance() if self.is_at_chance else ""
-        moved = "" if distance is None else f": {how_far(self.relative_gradient, distance)}"
-        warnings.warn(
+        moved = f": {far}" if far else ""
+        warn(
             f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
             f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
             f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
             f"{self._advice_on_training_mode()}",
             OptimumWarning,
-            stacklevel=3,
         )
 
     def _advice_on_chance(self) -> str:
         accuracy, loss = self.constant_answer
-        found, best = "", ""
+        found, best = f"a mean loss of {self.mean_loss:.4g}", f"{loss:.4g}"
         if self.train_accuracy is not None:
-            found = f"a training accuracy of {self.train_accuracy:.1%} and "
-            best = f"{accuracy:.1%}, "
+            found = f"a training accuracy of {self.train_accuracy:.1%} and {found}"
+            best = f"{accuracy:.1%}, {best}"
         return (
-            f"Expected weights that were trained on these data, got {found}a mean loss of "
-            f"{self.mean_loss:.4g}, which is that of chance (the best constant outputs have "
-            f"{best}{loss:.4g}). Load the trained weights, and prepare inputs and targets as in "
-            f"training.{self._pixels} "
+            f"Expected weights that were trained on these data, got {found}, which is that of "
+            f"chance (the best constant outputs have {best}). Load the trained weights, and "
+            f"prepare inputs and targets as in training.{self._pixels} "
         )
 
     def _advice_on_training_mode(self) -> str:
-        kinds = {
-            type(module).__name__
-            for module in self.network.model.modules()
-            if "BatchNorm" in type(module).__name__ or "Dropout" in type(module).__name__
-        }
+        names = {type(module).__name__ for module in self.network.model.modules()}
+        kinds = sorted(name for name in names if "BatchNorm" in name or "Dropout" in name)
         if not kinds:
             return ""
         last = set(LastLayer().names(self.network.model))
-        is_last = last.issuperset(self.parameters.names)
         other = f", or take {option('params', LastLayer())}, which is less affected"
         return (
-            f" The model has {' and '.join(sorted(kinds))}, so the cost it was trained with is not "
-            f"quite this one, of eval mode: train on for a while in eval mode"
-            f"{'' if is_last else other}."
+            f" The model has {' and '.join(kinds)}, so the cost it was trained with is not quite "
+            "this one, of eval mode: train on for a while in eval mode"
+            f"{'' if last.issuperset(self.parameters.names) else other}."
         )
 
     def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
@@ -355,8 +313,8 @@ class Problem:
         """Refuse a process whose model gives other outputs for the first process's inputs."""
         if self.group.size == 1:
             return
-        few = map_leaves(Tensor.cpu, batch.rows(slice(0, 3)).inputs)
-        few = map_leaves(lambda leaf: leaf.to(self.device), self.group.broadcast_object(few))
+        few = self.group.broadcast_object(map_leaves(Tensor.cpu, batch.rows(slice(0, 3)).inputs))
+        few = map_leaves(lambda leaf: leaf.to(self.device), few)
         found = self.network.outputs(dict(self.network.trained), few).cpu()
         first, *others = self.group.gather_objects(found)
         for rank, other in enumerate(others, 1):
@@ -365,9 +323,8 @@ class Problem:
             )
             if not same:
                 raise ModelError(
-                    "Model: expected the same weights and the same forward pass in every process, "
-                    f"got other outputs in process {rank} than in process 0. Load the weights from "
-                    "one file, or broadcast those of the first process."
+                    "Model: expected the same weights and forward pass in every process, got other "
+                    f"outputs in process {rank} than in process 0. Load the weights from one file."
                 )
 
     def _try(self, batch: Batch, allow_probabilities: bool) -> int:
@@ -383,16 +340,16 @@ class Problem:
                 "Model output: expected the same outputs for the same inputs in eval mode, got "
                 "different ones. Turn off what is random in the forward pass."
             )
-        check_independence(self.network, batch.inputs, outputs, closely=True)
+        self.network.check_independence(batch.inputs, outputs, closely=True)
         assert batch.targets is not None
         targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
         self.likelihood.check_targets(outputs, targets)
         if not allow_probabilities and self.likelihood.are_probabilities(outputs, targets):
-            what, end, inverse = (
-                ("rows that are non-negative and sum to one", "softmax", "torch.log")
-                if outputs.shape[1] > 1 and self.likelihood.name == "categorical"
-                else ("probabilities between 0 and 1", "sigmoid", "torch.logit")
-            )
+            is_softmax = outputs.shape[1] > 1 and self.likelihood.name == "categorical"
+            what = "rows that are non-negative and sum to one"
+            end, inverse = "softmax", "torch.log"
+            if not is_softmax:
+                what, end, inverse = "probabilities between 0 and 1", "sigmoid", "torch.logit"
             raise ModelError(
                 f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
                 f"it out, or return {inverse} of its result: the loss applies a {end} itself. "
@@ -402,17 +359,13 @@ class Problem:
 
     def _check_dependence(self, batch: Batch) -> None:
         """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
-        if not bool(self.network.gradient(batch.inputs, weighted_sum).any()):
+        weights = torch.arange(1, self.num_outputs + 1, device=self.device)
+        if not bool(self.network.gradient(batch.inputs, lambda z: (z * weights).sum()).any()):
             raise ModelError(
                 "Model output: expected one that depends on the selected parameters, got "
                 "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
                 "forward pass."
             )
-
-    def _default_chunk_size(self) -> int:
-        most = _LARGEST_CHUNK.get(self.device.type, _LARGEST_CHUNK_ELSEWHERE)
-        per_example = _COPIES * self.activation_bytes
-        return chunk_within(self.memory_budget, per_example, most, self.device)
 
     def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
         """Sum over all examples, with every output, target and loss checked.
@@ -421,22 +374,23 @@ class Problem:
         """
         totals: Totals | None = None
         for part in self.chunk_size.each(self.chunks(), self._totals_of):
-            totals = part if totals is None else totals + part
-            report(totals.count, f"gradient of {self.num_examples}")
+            totals = part if totals is None else Totals(*map(torch.add, totals, part))
+            report(int(totals.sums[3]), f"gradient of {self.num_examples}")
         assert totals is not None
-        totals = totals.over(self.group)
+        totals = Totals(*map(self.group.all_reduce_, totals))
         if not bool(totals.gradient.isfinite().all()):
             raise ModelError(
                 "Gradients: expected finite values, got NaN or infinity. Look for square roots "
                 "or logarithms at zero in the model."
             )
-        if not totals.weight > 0:
+        weight = float(totals.sums[1])
+        if not weight > 0:
             raise DataError(
                 "Targets: expected examples that count, got weight 0 for every class in the data. "
                 "Give each class a weight above zero."
             )
-        if totals.weight != self.num_examples:
-            self.likelihood = self.likelihood.divided(totals.weight / self.num_examples)
+        if weight != self.num_examples:
+            self.likelihood = self.likelihood.divided(weight / self.num_examples)
         return totals
 
     def _totals_of(self, batch: Batch) -> Totals:
@@ -459,7 +413,7 @@ class Problem:
 
         gradient = self.network.gradient(batch.inputs, total).double()
         outputs, losses = outputs.detach(), losses.detach()
-        check_independence(self.network, batch.inputs, outputs)
+        self.network.check_independence(batch.inputs, outputs)
         bad = int((~losses.isfinite()).sum())
         if bad:
             raise DataError(
@@ -471,8 +425,9 @@ class Problem:
         if label is not None and label.shape == targets.shape:
             right = float(label.eq(targets).double().mean()) * len(targets)
         weight = float(likelihood.weights(outputs, targets).double().sum())
-        moments = likelihood.moments(outputs, targets)
-        return Totals(float(losses.double().sum()), weight, gradient, right, moments, len(batch))
+        sums = [float(losses.double().sum()), weight, right, len(batch)]
+        moments = likelihood.moments(outputs, targets).to(gradient.device)
+        return Totals(torch.tensor(sums, dtype=torch.float64), gradient, moments)
 
     def _find_reached(self, gradient: Tensor) -> Tensor | None:
         """Find the parameters with a nonzero derivative of any output for any example.
@@ -513,27 +468,20 @@ def _budget(memory_budget: int | None, device: torch.device, group: Group) -> in
     return min(group.gather_objects(budget if memory_budget is not None else budget // alike))
 
 
-def _advice_on_integers(signature: Signature) -> str:
-    """Return a hint for inputs of an integer type that a model does not take."""
-    found = [kind for kind in signature.dtypes if "int" in kind]
-    if not found:
-        return ""
-    return (
-        f". The inputs are of {found[0]}: a network that was trained on floats takes floats, "
-        "prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
-    )
-
-
-def _advice_on_pixels(batch: Batch) -> str:
-    """Return a hint for inputs that are the numbers of a picture's file."""
+def _advice_on_inputs(batch: Batch) -> tuple[str, str]:
+    """Return hints for inputs of an integer type, and for the numbers of a picture's file."""
+    integers = pixels = ""
     for leaf in leaves(batch.inputs):
-        values = leaf.float()
-        if (leaf.dtype != torch.uint8 and not leaf.is_floating_point()) or leaf.ndim < 2:
-            continue
-        low, high = values.min(), values.max()
-        if low >= 0 and 1 < high <= 255 and bool((values == values.round()).all()):
-            return (
-                f" The inputs are whole numbers from {float(low):g} to {float(high):g}: divide "
-                "them as in training, by 255, say."
+        if "int" in str(leaf.dtype):
+            integers = integers or (
+                f". The inputs are of {leaf.dtype}: a network that was trained on floats takes "
+                "floats, prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
             )
-    return ""
+        if leaf.ndim > 1 and (leaf.dtype == torch.uint8 or leaf.is_floating_point()):
+            low, high = float(leaf.min()), float(leaf.max())
+            if low >= 0 and 1 < high <= 255 and bool((leaf.float() == leaf.float().round()).all()):
+                pixels = (
+                    f" The inputs are whole numbers from {low:g} to {high:g}: divide them as in "
+                    "training, by 255, say."
+                )
+    return integers, pixels

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.prediction.metrics import Regression, regression
+from deltabars.prediction.metrics import regression
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.ranking import least_certain, most_certain
 from deltabars.recipes.digits import L2, Digits, digits_network, load_digits, train_to_convergence
-from deltabars.report.galleries import Row, save_gallery
 from deltabars.report.page import save_report
+from deltabars.report.uncertainty import Row, save_gallery
 
 RANK = 150
 _SHOWN = 8
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demonstration found."""
+    """What the demonstration found."""
 
     gradient_norm: float
     train_accuracy: float
@@ -35,17 +35,6 @@ class DemoResult:
     right: Tensor  # (n,), whether each test prediction is right
     seconds: dict[str, float]
 
-    def mean_scores(self, estimator: str) -> tuple[float, float]:
-        """The mean score of right and of wrong test predictions."""
-        score = self.predictions[estimator].score
-        return float(score[self.right].mean()), float(score[~self.right].mean())
-
-    def regressions(self) -> dict[tuple[str, str], Regression]:
-        """Each of the paper's three estimators against the next, over all images and classes."""
-        pairs = (("hessian", "opg"), ("hessian", "sandwich"), ("opg", "sandwich"))
-        std = {name: prediction.std for name, prediction in self.predictions.items()}
-        return {(x, y): regression(std[x], std[y]) for x, y in pairs}
-
 
 def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True) -> DemoResult:
     """Train, fit, predict, and draw the most and least certain test digits into `picture`.
@@ -54,47 +43,33 @@ def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True
     """
     seconds: dict[str, float] = {}
 
-    def timed(name: str, function: Callable[[], Any]) -> Any:
+    def timed(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
-        result = function()
+        result = function(*arguments, **options)
         seconds[name] = time.perf_counter() - started
         return result
 
-    digits = load_digits()
-    model = digits_network()
-    train = (digits.train_images, digits.train_labels)
-    norm = timed("training", lambda: train_to_convergence(model, *train, L2))
+    digits, model = load_digits(), digits_network()
+    train, test = (digits.train_images, digits.train_labels), digits.test_images
+    norm = timed("training", train_to_convergence, model, *train, L2)
     options: dict[str, Any] = {"l2": L2, "rank": RANK, "progress": progress}
     fits = {
-        "sandwich": timed(
-            "fit sandwich", lambda: fit(model, train, estimator="sandwich", **options)
-        ),
-        "ggn": timed("fit ggn", lambda: fit(model, train, estimator="ggn", **options)),
+        name: timed(f"fit {name}", fit, model, train, estimator=name, **options)
+        for name in ("sandwich", "ggn")
     }
-    predictions = timed(
-        "predict 3 estimators",
-        lambda: fits["sandwich"].predict(
-            digits.test_images, estimator=["hessian", "opg", "sandwich"]
-        ),
-    )
-    predictions["ggn"] = timed("predict ggn", lambda: fits["ggn"].predict(digits.test_images))
+    predict, names = fits["sandwich"].predict, ["hessian", "opg", "sandwich"]
+    predictions = timed("predict 3 estimators", predict, test, estimator=names)
+    predictions["ggn"] = timed("predict ggn", fits["ggn"].predict, test)
     right = predictions["sandwich"].label == digits.test_labels
     train_right = model(digits.train_images).argmax(1) == digits.train_labels
-    result = DemoResult(
-        gradient_norm=norm,
-        train_accuracy=float(train_right.double().mean()),
-        test_accuracy=float(right.double().mean()),
-        fits=fits,
-        predictions=predictions,
-        right=right,
-        seconds=seconds,
-    )
+    train_accuracy, accuracy = (float(each.double().mean()) for each in (train_right, right))
+    result = DemoResult(norm, train_accuracy, accuracy, fits, predictions, right, seconds)
     _draw(picture, digits, predictions["sandwich"])
     if report is not None:
         save_report(
             report,
             fits["ggn"],
-            digits.test_images,
+            test,
             targets=digits.test_labels,
             prediction=predictions["ggn"],
             title="Handwritten digits: which predictions to trust",
@@ -105,7 +80,7 @@ def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True
 
 
 def describe(result: DemoResult) -> str:
-    """The result in words and tables."""
+    """Return the result in words and tables."""
     sandwich, ggn = result.fits["sandwich"], result.fits["ggn"]
     lines = [
         "",
@@ -125,11 +100,13 @@ def describe(result: DemoResult) -> str:
         )
     lines += ["", "mean score of test predictions   right    wrong    its own error (mean)"]
     for name, prediction in result.predictions.items():
-        right, wrong = result.mean_scores(name)
+        scores = prediction.score
+        right, wrong = (float(scores[part].mean()) for part in (result.right, ~result.right))
         error = float((prediction.score_error / prediction.score).mean())
         lines.append(f"  {name:<30}{right:>8.4f} {wrong:>8.4f}    {error:.1%}")
     lines += ["", "std of one estimator on another  R²       intercept   slope"]
-    for (x, y), line in result.regressions().items():
+    for x, y in (("hessian", "opg"), ("hessian", "sandwich"), ("opg", "sandwich")):
+        line = regression(result.predictions[x].std, result.predictions[y].std)
         lines.append(
             f"  {x + ' → ' + y:<30}{line.r2:>8.4f} {line.intercept:>10.5f} {line.slope:>9.4f}"
         )
@@ -140,23 +117,18 @@ def describe(result: DemoResult) -> str:
 
 def _draw(path: Path, digits: Digits, prediction: Prediction) -> None:
     rows = []
-    for title, places in (
+    for title, indices in (
         ("Least certain (highest scores)", least_certain(prediction, _SHOWN)),
         ("Most certain (lowest scores)", most_certain(prediction, _SHOWN)),
     ):
-        chosen = prediction[places]
-        assert chosen.label is not None
-        captions = [
-            f"{int(label)}{'' if label == truth else f' (is {int(truth)})'}\n"
-            f"{float(mean[label]):.2f} ± {float(std[label]):.2f}\nscore {float(score):.3g}"
-            for label, truth, mean, std, score in zip(
-                chosen.label,
-                digits.test_labels[places],
-                chosen.mean,
-                chosen.std,
-                chosen.score,
-                strict=True,
+        captions = []
+        for index in indices.tolist():
+            assert prediction.label is not None
+            label, truth = int(prediction.label[index]), int(digits.test_labels[index])
+            mean, std = (float(part[index, label]) for part in (prediction.mean, prediction.std))
+            captions.append(
+                f"{label}{'' if label == truth else f' (is {truth})'}\n"
+                f"{mean:.2f} ± {std:.2f}\nscore {float(prediction.score[index]):.3g}"
             )
-        ]
-        rows.append(Row(title, digits.test_images[places, 0], captions))
+        rows.append(Row(title, digits.test_images[indices, 0], captions))
     save_gallery(path, "Test digits by the score of the sandwich estimator", rows)

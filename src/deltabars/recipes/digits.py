@@ -9,16 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltabars.errors import MissingDependencyError
-from deltabars.integrations.convergence import train_to_convergence
-
-__all__ = [
-    "L2",
-    "Digits",
-    "digits_network",
-    "load_digits",
-    "train_to_convergence",
-    "trained_digits",
-]
+from deltabars.integrations.convergence import train_to_convergence as train_to_convergence
 
 L2 = 0.01
 _TRAINING_SHARE = 1297  # of 1,797 scans; the other 500 are for testing
@@ -35,7 +26,7 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """The scans that come with scikit-learn, split by a permutation of that seed."""
+    """Return the scans that come with scikit-learn, split by a permutation of that seed."""
     try:
         from sklearn.datasets import load_digits as bundled
     except ImportError as error:
@@ -51,26 +42,21 @@ def load_digits(seed: int = 0) -> Digits:
 
 
 def digits_network(seed: int = 0) -> nn.Module:
-    """Two 3×3 convolutions, one pooling, one dense layer: smooth, so that training converges."""
+    """Make two convolutions, a pooling and a dense layer: smooth, so that training converges."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Conv2d(1, 8, 3),
-            nn.Tanh(),
-            nn.Conv2d(8, 16, 3),
-            nn.Tanh(),
-            nn.AvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64, 10),
-        )
+            nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 16, 3), nn.Tanh(),
+            nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
 
 
 def trained_digits(
     seed: int = 0, steps: int = 100
 ) -> tuple[Digits, nn.Module, tuple[Tensor, Tensor]]:
-    """The digits, their network after some steps of training, and what it was trained on.
+    """Return the digits, their network after some steps of training, and its training data.
 
-    The training is done once in a process; the network is a new one each time.
+    A process trains once; the network is a new one each time.
     """
     digits, model = load_digits(seed), digits_network(seed)
     model.load_state_dict(_trained(seed, steps))

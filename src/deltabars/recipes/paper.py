@@ -1,4 +1,4 @@
-"""The paper's two networks, how they are trained, and their weights in files."""
+"""The paper's two experiments: their data and sizes, their network, and its weights in files."""
 
 from __future__ import annotations
 
@@ -21,61 +21,72 @@ BATCH = 100
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One of the paper's experiments (its section on classifiers, parameters and training).
+class Size:
+    """What a reproduction computes."""
 
-    Attributes:
-        name: of the data, as the command line has it.
-        title: the same in print.
-        read: reads `"train"` or `"test"` from a folder.
-        channels, side: of the images.
-        train_images, test_images: how many there are of them.
-        class_names: what the classes are called.
-        schedule: the learning rate from a step on: (step, rate) pairs.
-        steps: after which training stops.
-        rank: K of the paper.
-    """
-
-    name: str
-    title: str
-    read: Reader
-    channels: int
-    side: int
-    train_images: int
+    name: str  # "paper" or "small"
+    train_images: int  # the first ones of the files
     test_images: int
+    sigma: float  # of the initial weights
+    schedule: tuple[tuple[int, float], ...]  # the learning rate from a step on: (step, rate)
+    steps: int  # of training
+    rank: int  # K
+    initialisations: int  # networks in the spread of the spectra, the main one included
+    hessians: int  # of how many of them the spectrum of H is computed as well
+    hessian_rank: int | None  # how many eigenvalues of it, of all but the main network; or `rank`
+    bootstrap: int  # replicates with fixed and as many with varying initial weights
+    samples: int  # networks drawn by the sampler
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the K of figures over K: fifteen steps and two small ones; five if K < 150."""
+        count = 15 if self.rank >= 150 else 5
+        steps = {-(-self.rank * step // count) for step in range(1, count + 1)} | {25, 50}
+        return sorted(rank for rank in steps if rank <= self.rank)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of the paper's experiments (its section on classifiers, parameters and training)."""
+
+    name: str  # of the data, on the command line
+    title: str  # of the data, in print
+    read: Reader  # of `"train"` or `"test"` from a folder
+    channels: int  # of the images
+    side: int
     class_names: tuple[str, ...]
-    schedule: tuple[tuple[int, float], ...]
-    steps: int
-    rank: int
+    size: Size  # what the paper computes, but four of its sixteen Hessians
 
 
+# From initial weights with σ = 1 the cost is still in the hundreds after 1,500 steps. With smaller
+# ones a few hundred steps suffice.
+SMALL = Size(
+    name="small", train_images=600, test_images=200,
+    sigma=0.06, schedule=((0, 3e-3), (200, 3e-4), (270, 3e-5)), steps=300, rank=20,
+    initialisations=2, hessians=2, hessian_rank=None, bootstrap=2, samples=20,
+)  # fmt: skip
 MNIST = Recipe(
-    name="mnist",
-    title="MNIST",
-    read=read_mnist,
-    channels=1,
-    side=28,
-    train_images=60_000,
-    test_images=10_000,
+    name="mnist", title="MNIST", read=read_mnist, channels=1, side=28,
     class_names=tuple("0123456789"),
-    schedule=((0, 1e-3), (60_000, 1e-4), (70_000, 1e-5), (80_000, 1e-6)),
-    steps=90_000,
-    rank=1_500,
-)
+    size=Size(
+        name="paper", train_images=60_000, test_images=10_000,
+        sigma=1.0, schedule=((0, 1e-3), (60_000, 1e-4), (70_000, 1e-5), (80_000, 1e-6)),
+        steps=90_000, rank=1_500,
+        initialisations=16, hessians=4, hessian_rank=None, bootstrap=16, samples=100,
+    ),
+)  # fmt: skip
 CIFAR10 = Recipe(
-    name="cifar10",
-    title="CIFAR-10",
-    read=read_cifar10,
-    channels=3,
-    side=32,
-    train_images=50_000,
-    test_images=10_000,
+    name="cifar10", title="CIFAR-10", read=read_cifar10, channels=3, side=32,
     class_names=(
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
     ),
-    schedule=((0, 1e-3), (55_000, 1e-4), (85_000, 1e-5), (95_000, 1e-6), (105_000, 1e-7)),
-    steps=115_000,
-    rank=2_500,
+    size=Size(
+        name="paper", train_images=50_000, test_images=10_000,
+        sigma=1.0,
+        schedule=((0, 1e-3), (55_000, 1e-4), (85_000, 1e-5), (95_000, 1e-6), (105_000, 1e-7)),
+        steps=115_000, rank=2_500,
+        initialisations=1, hessians=1, hessian_rank=None, bootstrap=0, samples=100,
+    ),
 )  # fmt: skip
 RECIPES = {recipe.name: recipe for recipe in (MNIST, CIFAR10)}
 
@@ -91,32 +102,28 @@ class PaperNetwork(nn.Module):
         self.conv1 = nn.Conv2d(channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.conv3 = nn.Conv2d(64, 64, 3)
-        self.fc1 = nn.Linear(64 * last_side(side) ** 2, 64)
+        last = ((side - 2) // 2 - 2) // 2 - 2  # of the third convolution's output
+        self.fc1 = nn.Linear(64 * last**2, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits (B, 10) of images (B, channels, side, side)."""
+        """Return the logits (B, 10) of images (B, channels, side, side)."""
         x = functional.max_pool2d(self.conv1(images).relu(), 2)
         x = functional.max_pool2d(self.conv2(x).relu(), 2)
         x = self.conv3(x).relu().flatten(1)
         return cast(Tensor, self.fc2(self.fc1(x).relu()))
 
 
-def last_side(side: int) -> int:
-    """The side of the last convolution's output: two poolings, three 3×3 without padding."""
-    return ((side - 2) // 2 - 2) // 2 - 2
-
-
 def blank_network(recipe: Recipe) -> PaperNetwork:
-    """The network with weights that nobody has chosen, ready to predict."""
-    with torch.random.fork_rng(devices=[]):  # torch draws some; the caller's numbers stay
+    """Return the network with arbitrary weights, in eval mode."""
+    with torch.random.fork_rng(devices=[]):  # torch initialises it: keep the caller's numbers
         return PaperNetwork(recipe.channels, recipe.side).eval()
 
 
 def paper_network(seed: int = 0, recipe: Recipe = MNIST) -> PaperNetwork:
-    """The network before training: weights from N(0, 1), biases zero.
+    """Return the network before training: weights from N(0, 1), biases zero.
 
-    They are drawn on the CPU, so that a seed means the same weights on every device.
+    Weights are drawn on the CPU, so that a seed means the same weights on every device.
     """
     network = blank_network(recipe).train()
     generator = torch.Generator().manual_seed(seed)
@@ -130,35 +137,32 @@ def paper_network(seed: int = 0, recipe: Recipe = MNIST) -> PaperNetwork:
 
 
 def load_weights(path: Path, recipe: Recipe = MNIST) -> PaperNetwork:
-    """The network with the weights of an .npz file, one array a parameter by its name.
+    """Return the network with the weights of an .npz file: an array for each parameter, by name.
 
-    Single numbers in the file, such as the seconds that a training took, are left out.
+    Scalars in the file, such as the seconds of a training, are ignored.
 
     Raises:
         ModelError: the file is missing, is not such a file, or holds other arrays.
     """
-    found_there = read_arrays(path, "Weights", ModelError)
-    arrays = {name: value for name, value in found_there.items() if value.ndim}
+    arrays = read_arrays(path, "Weights", ModelError)
+    arrays = {name: value for name, value in arrays.items() if value.ndim}
     blank = blank_network(recipe).state_dict()
-    expected = {name: tuple(value.shape) for name, value in blank.items()}
-    found = {name: value.shape for name, value in arrays.items()}
+    expected = {(name, tuple(value.shape), True) for name, value in blank.items()}
+    found = {(name, value.shape, _is_real(value.dtype)) for name, value in arrays.items()}
     if expected != found:
-        other = sorted(set(expected.items()) ^ set(found.items()))
         raise ModelError(
-            f"Weights: expected arrays with the names and shapes of the paper's network, got "
-            f"others in {path} (of {other[0][0]!r}, for one)."
+            f"Weights: expected real arrays with the names and shapes of the paper's network, got "
+            f"others in {path} (of {min(expected ^ found)[0]!r}, for one)."
         )
-    for name, value in arrays.items():
-        if value.dtype.kind != "f" or value.dtype.itemsize > 8 or not value.dtype.isnative:
-            raise ModelError(
-                f"Weights: expected real numbers of up to 64 bits, got {value.dtype} for {name!r} "
-                f"in {path}."
-            )
     return with_weights(recipe, arrays)
 
 
+def _is_real(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" and dtype.itemsize <= 8 and bool(dtype.isnative)
+
+
 def with_weights(recipe: Recipe, arrays: Mapping[str, np.ndarray]) -> PaperNetwork:
-    """The network with the given weights, ready to predict."""
+    """Return the network with the given weights, in eval mode."""
     network = blank_network(recipe)
     network.load_state_dict({name: torch.from_numpy(value) for name, value in arrays.items()})
     return network

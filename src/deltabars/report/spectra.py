@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from deltabars.errors import BadValueError
 from deltabars.fitting.tuning import Tuning
-from deltabars.report.style import (
-    EIGENVALUE,
-    PAGE,
-    REFERENCE,
-    ZERO_CROSSING,
-    house_style,
-    legend_below,
-    new_figure,
-    save,
-)
+from deltabars.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,50 +23,40 @@ if TYPE_CHECKING:
 _DECADES = 1e-3  # magnitudes are drawn down to this share of λ: at a crossing they go to zero
 
 
-@house_style()
+@style.house_style()
 def save_fit_spectra(path: str | os.PathLike[str], fit: DeltaFit) -> Figure:
     """Draw what `fit.plot_spectrum` shows into an image file."""
-    figure = new_figure(0.7 * PAGE, 3.2)
+    figure = style.new_figure(0.7 * style.PAGE, 3.2)
     fit.plot_spectrum(figure.subplots())
-    return save(figure, path)
+    return style.save(figure, path)
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The ends of one matrix's spectrum, for each of several trained networks.
-
-    Lengths may differ from network to network.
-    """
+    """The ends of one matrix's spectrum, for each of several networks; lengths may differ."""
 
     name: str
     largest: Sequence[Tensor]  # (K,) each, descending
     smallest: Sequence[Tensor]  # (S,) each, ascending: the first one has index P; may be empty
 
 
-@house_style()
+@style.house_style()
 def save_spectra(
     path: str | os.PathLike[str], spectra: Sequence[Spectrum], l2: float, num_parameters: int
 ) -> Figure:
     """Draw both ends of spectra into an image file, a panel an end (the paper's Figure 3).
 
     Magnitudes against the index: a thin line a network, and a thick one for their mean over the
-    indices that all of them have. A vertical line shows where eigenvalues turn negative, the mean
-    over the networks in whose ends that is seen.
-
-    Args:
-        path: the file.
-        spectra: one or more matrices.
-        l2: λ, for a horizontal line.
-        num_parameters: P, the index of the smallest eigenvalue.
-
-    Raises:
-        BadValueError: a spectrum has no network, or other numbers of networks in its two ends.
+    indices that all of them have. A horizontal line is λ; a vertical one shows where eigenvalues
+    turn negative, the mean over the networks in whose ends that is seen. The smallest eigenvalue
+    has the index P.
     """
     for spectrum in spectra:
-        if not 0 < len(spectrum.largest) == len(spectrum.smallest):
+        counts = len(spectrum.largest), len(spectrum.smallest)
+        if not 0 < counts[0] == counts[1]:
             raise BadValueError(
                 f"{spectrum.name}: expected the largest and the smallest eigenvalues of one "
-                f"network or more, got {len(spectrum.largest)} and {len(spectrum.smallest)}."
+                f"network or more, got {counts[0]} and {counts[1]}."
             )
     ends = [
         (spectrum.name, [tail.double().numpy() for tail in tails], is_upper)
@@ -83,7 +64,7 @@ def save_spectra(
         for tails, is_upper in ((spectrum.largest, True), (spectrum.smallest, False))
         if any(map(len, tails))
     ]
-    figure = new_figure(PAGE, 2.9)
+    figure = style.new_figure(style.PAGE, 2.9)
     sizes = [max(map(len, tails)) for _, tails, _ in ends]
     widths = [max(size, 0.35 * max(sizes)) for size in sizes]
     panels = figure.subplots(1, len(ends), squeeze=False, sharey=True, width_ratios=widths)[0]
@@ -95,8 +76,8 @@ def save_spectra(
     bottom = max(magnitudes[magnitudes > 0].min(initial=l2), _DECADES * l2)
     panels[0].set_ylim(bottom / 2, 2 * magnitudes.max(initial=l2))
     panels[0].set_ylabel("magnitude of the eigenvalue")
-    legend_below(figure, panels)
-    return save(figure, path)
+    style.legend_below(figure, panels)
+    return style.save(figure, path)
 
 
 def _draw_end(axes: Axes, tails: Sequence[np.ndarray], is_upper: bool, l2: float) -> None:
@@ -104,12 +85,14 @@ def _draw_end(axes: Axes, tails: Sequence[np.ndarray], is_upper: bool, l2: float
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for tail in tails if len(tails) > 1 else ():
-        axes.plot(_indices(len(tail), is_upper), np.abs(tail), color=EIGENVALUE, linewidth=0.4)
+        axes.plot(
+            _indices(len(tail), is_upper), np.abs(tail), color=style.EIGENVALUE, linewidth=0.4
+        )
     common = min(map(len, tails))
     mean = np.abs([tail[:common] for tail in tails]).mean(axis=0)
     label = f"mean of {len(tails)} networks" if len(tails) > 1 else "one network"
-    axes.plot(_indices(common, is_upper), mean, color=EIGENVALUE, label=label)
-    axes.axhline(l2, color=REFERENCE, linestyle=":", linewidth=0.9, label=f"λ = {l2:g}")
+    axes.plot(_indices(common, is_upper), mean, color=style.EIGENVALUE, label=label)
+    axes.axhline(l2, color=style.REFERENCE, linestyle=":", linewidth=0.9, label=f"λ = {l2:g}")
     negative = [int((tail < 0).sum()) for tail in tails]
     crossings = [
         0.5 + (len(tail) - count if is_upper else -count)
@@ -119,7 +102,7 @@ def _draw_end(axes: Axes, tails: Sequence[np.ndarray], is_upper: bool, l2: float
     if crossings:
         label = f"mean zero crossing, seen in {len(crossings)} of {len(tails)}"
         at = sum(crossings) / len(crossings)
-        axes.axvline(at, color=ZERO_CROSSING, linestyle=":", linewidth=1.3, label=label)
+        axes.axvline(at, color=style.ZERO_CROSSING, linestyle=":", linewidth=1.3, label=label)
     axes.set_yscale("log")  # an exact zero is drawn below the axis
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     if not is_upper:
@@ -133,30 +116,29 @@ def _indices(count: int, is_upper: bool) -> np.ndarray:
 _SHOWN = 50.0  # nats below the best that are drawn, and the width of its interval
 
 
-@house_style()
+@style.house_style()
 def save_tuning(path: str | os.PathLike[str], tuning: Tuning) -> Figure:
     """Draw the log marginal likelihood with its interval, or the validation loss, against λ.
 
     The best λ and the fitted one are marked. What lies far below the best is cut off.
     """
-    figure = new_figure(4.6, 3.2)
+    figure = style.new_figure(4.6, 3.2)
     axes = figure.subplots()
     levels, values, fitted = tuning.levels.numpy(), tuning.values.numpy(), tuning.fitted_level
     name = "mean validation loss" if tuning.low is None else "log marginal likelihood"
-    axes.plot(levels, values, color=EIGENVALUE, label=name, zorder=3)
+    axes.plot(levels, values, color=style.EIGENVALUE, label=name, zorder=3)
     if tuning.low is not None and tuning.high is not None:
         low, high = tuning.low.numpy(), tuning.high.numpy()
-        axes.fill_between(
-            levels, low, high, color=EIGENVALUE, alpha=0.2, linewidth=0, label="its interval"
-        )
+        band: dict[str, Any] = {"color": style.EIGENVALUE, "alpha": 0.2, "linewidth": 0}
+        axes.fill_between(levels, low, high, label="its interval", **band)
         best = int(values.argmax())
         reach = _SHOWN + float(high[best] - low[best])
         axes.set_ylim(values[best] - reach, float(high.max()) + reach / 9)
         shown = levels[values > values[best] - reach]
         ends = min(shown[0], fitted), max(shown[-1], fitted)
         axes.set_xlim(max(ends[0] / 10, levels[0]), min(ends[1] * 10, levels[-1]))
-    axes.axvline(tuning.fit.level, color=ZERO_CROSSING, linestyle=":", label="the best λ")
-    axes.axvline(fitted, color=REFERENCE, linestyle="--", linewidth=0.9, label="the fitted λ")
+    axes.axvline(tuning.fit.level, color=style.ZERO_CROSSING, linestyle=":", label="the best λ")
+    axes.axvline(fitted, color=style.REFERENCE, linestyle="--", linewidth=0.9, label="the fitted λ")
     axes.set(xscale="log", xlabel="λ", ylabel=name)
-    legend_below(figure, [axes])
-    return save(figure, path)
+    style.legend_below(figure, [axes])
+    return style.save(figure, path)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -64,11 +64,7 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure(
-    width: float,
-    height: float,
-    layout: Literal["constrained", "compressed"] | None = "constrained",
-) -> Figure:
+def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """Return an empty figure of that size in inches, known to no window and to no global list."""
     from matplotlib.figure import Figure
 
@@ -76,17 +72,10 @@ def new_figure(
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Figure:
-    """Write a figure to a .png, .pdf or .svg file: the same bytes for the same picture.
-
-    Raises:
-        BadValueError: the file's name ends otherwise.
-        StorageError: the file cannot be written.
-    """
-    suffix = Path(path).suffix.lower()
+    """Write a figure to a .png, .pdf or .svg file: the same bytes for the same picture."""
+    suffix, known = Path(path).suffix.lower(), ", ".join(_METADATA)
     if suffix not in _METADATA:
-        raise BadValueError(
-            f"path: expected a name that ends in one of {', '.join(_METADATA)}, got {path}."
-        )
+        raise BadValueError(f"path: expected a name that ends in one of {known}, got {path}.")
     options: dict[str, Any] = {"pil_kwargs": {"optimize": True}} if suffix == ".png" else {}
     # A layout knows the ticks' labels, and so the room they need, from the pass before.
     figure.draw_without_rendering()
@@ -103,14 +92,8 @@ def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower center",
-        ncols=min(len(entries), 5),
-        columnspacing=1.4,
-        markerscale=4,
-    )
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": min(len(entries), 5)}
+    figure.legend(entries.values(), entries.keys(), columnspacing=1.4, markerscale=4, **where)
 
 
 _NEEDED = 3  # points within a bandwidth
@@ -132,11 +115,8 @@ def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     Args:
         x: (n,).
         y: (n,), or (R, n): R curves over the same x, which share the weights.
-        grid: (g,), where the curve is wanted.
+        grid: (g,), where the curve is wanted; the result is (g,), or (R, g).
         bandwidth: the kernel's standard deviation, in the units of x.
-
-    Returns:
-        (g,), or (R, g).
     """
     rows = y if y.ndim == 2 else y[None]
     t = grid.double()

@@ -1,4 +1,4 @@
-"""Figures of error bars: against probability, between estimators, over K, of a foreign input."""
+"""Figures of error bars and scores, and of the inputs that a network is most certain of."""
 
 from __future__ import annotations
 
@@ -12,21 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.report.style import (
-    FAINT,
-    FALSE_POSITIVE,
-    FULL_RANK,
-    LOW_RANK,
-    PAGE,
-    REFERENCE,
-    REGRESSION,
-    TRUE_POSITIVE,
-    house_style,
-    legend_below,
-    new_figure,
-    save,
-    smooth_curve,
-)
+from deltabars.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,19 +34,17 @@ class Panel:
     right: Tensor  # (n,), whether it is the true one
 
 
-@house_style()
+@style.house_style()
 def save_uncertainty(
     path: str | os.PathLike[str], panels: Sequence[Panel], title: str = ""
 ) -> Figure:
     """Draw std against probability, a panel an estimator (the paper's Figure 5).
 
-    Grey dots are all n·C pairs of a probability and its std; of more than 100,000 a sample of
-    that size is drawn, the same one each time and in each panel. The curves are local-linear
-    regressions over the predicted class's pairs, of right predictions (true positives) and of
-    wrong ones (false positives), between the lowest and the highest probability of each and where
-    there are enough predictions nearby.
+    Grey dots are all n·C pairs of a probability and its std, or a sample of 100,000. The curves are
+    local-linear regressions over the predicted class's pairs, of right predictions (true positives)
+    and of wrong ones (false positives), where there are enough predictions nearby.
     """
-    figure = new_figure(PAGE, 2.7)
+    figure = style.new_figure(style.PAGE, 2.7)
     figure.suptitle(title)
     places = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
     for axes, panel in zip(places, panels, strict=True):
@@ -69,22 +53,22 @@ def save_uncertainty(
     places[0].set_xlim(-0.02, 1.02)
     places[0].set_ylim(-0.02 * highest, 1.05 * highest)
     places[0].set_ylabel("std of the probability")
-    legend_below(figure, places)
-    return save(figure, path)
+    style.legend_below(figure, places)
+    return style.save(figure, path)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     x, y = panel.probability.flatten(), panel.std.flatten()
     chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:_MOST_DOTS]
-    dots: dict[str, Any] = {"s": 1.2, "color": FAINT, "linewidths": 0, "alpha": 0.5}
+    dots: dict[str, Any] = {"s": 1.2, "color": style.FAINT, "linewidths": 0, "alpha": 0.5}
     axes.scatter(x[chosen].numpy(), y[chosen].numpy(), label="all classes", rasterized=True, **dots)
     top = panel.label[:, None]
     p, std = panel.probability.gather(1, top)[:, 0], panel.std.gather(1, top)[:, 0]
     for name, color, these in (
-        ("true positives", TRUE_POSITIVE, panel.right),
-        ("false positives", FALSE_POSITIVE, ~panel.right),
+        ("true positives", style.TRUE_POSITIVE, panel.right),
+        ("false positives", style.FALSE_POSITIVE, ~panel.right),
     ):
-        grid, curve = smooth_curve(p[these], std[these], _BANDWIDTH)
+        grid, curve = style.smooth_curve(p[these], std[these], _BANDWIDTH)
         axes.plot(grid.numpy(), curve.numpy(), color="white", linewidth=3, zorder=2.5)
         axes.plot(grid.numpy(), curve.numpy(), color=color, linewidth=1.8, label=name, zorder=3)
     right, wrong = int(panel.right.sum()), int((~panel.right).sum())
@@ -109,7 +93,7 @@ class Comparison:
     y_label: str
 
 
-@house_style()
+@style.house_style()
 def save_comparisons(
     path: str | os.PathLike[str], panels: Sequence[Comparison], title: str = ""
 ) -> Figure:
@@ -123,12 +107,14 @@ def save_comparisons(
 
     columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
-    figure = new_figure(min(PAGE, 0.9 + 2.4 * columns), 2.35 * rows + 0.55, "compressed")
+    figure = style.new_figure(
+        min(style.PAGE, 0.9 + 2.4 * columns), 2.35 * rows + 0.55, "compressed"
+    )
     figure.suptitle(title)
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in places[len(panels) :]:
         unused.remove()
-    places = places[: len(panels)]
+    del places[len(panels) :]
     cells = [_draw_comparison(axes, panel) for axes, panel in zip(places, panels, strict=True)]
     # The palest blues could not be told from the paper.
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.25, 1, 256)))
@@ -136,9 +122,9 @@ def save_comparisons(
     for cell in cells:
         cell.set_norm(LogNorm(1, max(most, 2)))
         cell.set_cmap(shades)
-    legend_below(figure, places)
+    style.legend_below(figure, places)
     figure.colorbar(cells[-1], ax=places, shrink=0.9 / rows, pad=0.02, label="pairs in a cell")
-    return save(figure, path)
+    return style.save(figure, path)
 
 
 def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
@@ -148,12 +134,13 @@ def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
     low = min(0.0, x.min(), y.min())
     high = max(x.max(), y.max(), low + 1e-12)
     ends = low, high + 0.02 * (high - low)
-    cells = axes.hexbin(
-        x, y, gridsize=_CELLS, extent=(*ends, *ends), mincnt=1, linewidths=0, rasterized=True
+    where: dict[str, Any] = {"gridsize": _CELLS, "extent": (*ends, *ends), "mincnt": 1}
+    cells = axes.hexbin(x, y, linewidths=0, rasterized=True, **where)
+    axes.axline(
+        (0, 0), slope=1, color=style.REFERENCE, linestyle=":", linewidth=0.9, label="identity"
     )
-    axes.axline((0, 0), slope=1, color=REFERENCE, linestyle=":", linewidth=0.9, label="identity")
     if not math.isnan(panel.slope):
-        line: dict[str, Any] = {"color": REGRESSION, "linewidth": 1.2, "label": "regression"}
+        line: dict[str, Any] = {"color": style.REGRESSION, "linewidth": 1.2, "label": "regression"}
         axes.axline((0, panel.intercept), slope=panel.slope, **line)
         intercept = round(panel.intercept, 4) + 0.0  # not −0.0000
         numbers = f"R² = {panel.r2:.3f}\nslope = {panel.slope:.3f}\nintercept = {intercept:.4f}"
@@ -168,7 +155,7 @@ def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
     return cells
 
 
-@house_style()
+@style.house_style()
 def save_surfaces(
     path: str | os.PathLike[str],
     ranks: Tensor,
@@ -177,30 +164,21 @@ def save_surfaces(
     error: Tensor,
     title: str,
 ) -> Figure:
-    """Draw smoothed std and its error over K and probability, as colours (the paper's Figure 6).
+    """Draw smoothed std (R, g) and its error over K (R,) and probability (g,), as colours.
 
-    Nothing is drawn where a value is NaN.
-
-    Args:
-        path: the file.
-        ranks: (R,), ascending.
-        grid: (g,), probabilities.
-        std: (R, g).
-        error: (R, g), the bound on std's own error.
-        title: over both.
+    The paper's Figure 6. Nothing is drawn where a value is NaN.
     """
-    figure = new_figure(PAGE, 2.9)
+    figure = style.new_figure(style.PAGE, 2.9)
     figure.suptitle(title)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, height, name in zip(panels, (std, error), ("std", "error of the std"), strict=True):
         top = float(height.nan_to_num().max()) or 1.0
-        mesh = axes.pcolormesh(
-            ranks.numpy(), grid.numpy(), height.T.numpy(), vmin=0, vmax=top, rasterized=True
-        )
+        cells = ranks.numpy(), grid.numpy(), height.T.numpy()
+        mesh = axes.pcolormesh(*cells, vmin=0, vmax=top, rasterized=True)
         figure.colorbar(mesh, ax=axes)
         axes.set(title=name, xlabel="eigenpairs K")
     panels[0].set_ylabel("probability")
-    return save(figure, path)
+    return style.save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -216,28 +194,102 @@ class Foreign:
     references: Tensor  # (n, R), full-rank scores of training inputs
 
 
-@house_style()
+@style.house_style()
 def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> Figure:
     """Draw scores against K with full and with low rank, and the image (the paper's Figure 7)."""
-    figure = new_figure(PAGE, 2.9)
+    figure = style.new_figure(style.PAGE, 2.9)
     figure.suptitle(title)
     axes, picture = figure.subplots(1, 2, width_ratios=(3, 1))
     ranks = foreign.ranks.numpy()
     low, high = foreign.full_low.numpy(), foreign.full_high.numpy()
-    axes.plot(ranks, foreign.full.numpy(), color=FULL_RANK, zorder=4, label="full rank")
-    band: dict[str, Any] = {"color": FULL_RANK, "alpha": 0.2, "linewidth": 0}
+    axes.plot(ranks, foreign.full.numpy(), color=style.FULL_RANK, zorder=4, label="full rank")
+    band: dict[str, Any] = {"color": style.FULL_RANK, "alpha": 0.2, "linewidth": 0}
     axes.fill_between(ranks, low, high, label="its error interval", **band)
-    axes.plot(ranks, foreign.low_rank.numpy(), color=LOW_RANK, zorder=4, label="low rank")
-    label = f"{len(foreign.references)} highest training scores, full rank"
-    thin: dict[str, Any] = {"color": REFERENCE, "linewidth": 0.6, "alpha": 0.6}
+    axes.plot(ranks, foreign.low_rank.numpy(), color=style.LOW_RANK, zorder=4, label="low rank")
+    thin: dict[str, Any] = {"color": style.REFERENCE, "linewidth": 0.6, "alpha": 0.6}
     lines = axes.plot(ranks, foreign.references.numpy().T, **thin)
-    lines[0].set_label(label)
+    lines[0].set_label(f"{len(foreign.references)} highest training scores, full rank")
     axes.set(xlim=(ranks.min(), ranks.max()), xlabel="eigenpairs K", ylabel="score")
     axes.set_ylim(bottom=0)
-    legend_below(figure, [axes])
+    style.legend_below(figure, [axes])
     image = foreign.image.numpy()
     colours = image.transpose(1, 2, 0) if image.ndim == 3 else image
     picture.imshow(colours, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
     picture.set(xticks=[], yticks=[], title="the foreign image")
     picture.spines[:].set_visible(True)
-    return save(figure, path)
+    return style.save(figure, path)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of pictures (n, H, W) with a title, and a caption under each."""
+
+    title: str
+    images: Tensor
+    captions: Sequence[str]
+
+
+@style.house_style()
+def save_gallery(path: str | os.PathLike[str], title: str, rows: Sequence[Row]) -> Figure:
+    """Draw rows of grey pictures, dark on white, with their captions, into an image file."""
+    columns = max(len(row.images) for row in rows)
+    figure = style.new_figure(1.35 * columns, 2.15 * len(rows) + 0.4)
+    figure.suptitle(title, fontsize=13)
+    for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False).flat, rows, strict=True):
+        part.suptitle(row.title, fontsize=11, x=0.01, ha="left")
+        places = list(part.subplots(1, columns, squeeze=False).flat)
+        for axes, image, caption in zip(places, row.images, row.captions, strict=False):
+            axes.imshow(image.cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
+            axes.set_xlabel(caption, fontsize=8)
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(True)
+        for axes in places[len(row.images) :]:
+            axes.set_axis_off()
+    return style.save(figure, path)
+
+
+_PIXEL = 0.01  # inches
+
+
+@dataclass(frozen=True)
+class Block:
+    """k images of each of C classes, with pixels in [0, 1]."""
+
+    title: str
+    images: Tensor  # (C, k, H, W), drawn dark on white, or (C, k, 3, H, W), in colour
+    class_names: Sequence[str]
+
+
+@style.house_style()
+def save_rankings(path: str | os.PathLike[str], blocks: Sequence[Block], title: str) -> Figure:
+    """Draw blocks of images side by side, a row a class (the paper's Figure 8).
+
+    Names of classes are at the left of a block, unless the one before it has the same.
+    """
+    sheets = [_sheet(block) for block in blocks]
+    widths, height = [sheet.shape[1] for sheet in sheets], max(map(len, sheets))
+    figure = style.new_figure(_PIXEL * sum(widths) + 1.5, _PIXEL * height + 0.7, "compressed")
+    figure.suptitle(title)
+    panels = figure.subplots(1, len(blocks), squeeze=False, width_ratios=widths)[0]
+    named: Sequence[str] = ()
+    for axes, block, sheet in zip(panels, blocks, sheets, strict=True):
+        axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        axes.set(title=block.title, xticks=[], yticks=[])
+        if block.class_names != named:
+            named, tall = block.class_names, len(sheet) / len(block.images)
+            axes.set_yticks((np.arange(len(named)) + 0.5) * tall - 0.5, named)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(True)
+    return style.save(figure, path)
+
+
+def _sheet(block: Block) -> np.ndarray:
+    """Join all images of a block: (C·(H + 1) − 1, k·(W + 1) − 1), and (…, 3) for colours."""
+    images = block.images.numpy()
+    is_grey = images.ndim == 4
+    images = 1 - images if is_grey else images.transpose(0, 1, 3, 4, 2)
+    rows, columns, tall, wide = images.shape[:4]
+    shape = (rows, tall + 1, columns, wide + 1, *images.shape[4:])
+    sheet = np.full(shape, 0.8 if is_grey else 1.0, images.dtype)
+    sheet[:, :tall, :, :wide] = images.swapaxes(1, 2)
+    return sheet.reshape(rows * (tall + 1), columns * (wide + 1), *images.shape[4:])[:-1, :-1]

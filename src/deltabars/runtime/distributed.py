@@ -95,14 +95,7 @@ class Group:
 
     def broadcast_object(self, value: Any) -> Any:
         """Broadcast a small object of the first process."""
-        if self.size == 1:
-            return value
-        sent = self._pickled(value if self.is_first else None)
-        size = torch.tensor([len(sent)], device=sent.device)
-        self._run(dist.broadcast, size, src=0)
-        sent = sent if self.is_first else sent.new_empty(int(size))
-        self._run(dist.broadcast, sent, src=0)
-        return value if self.is_first else _unpickled(sent)
+        return self.gather_objects(value if self.is_first else None)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a small object of each process, on all of them."""
@@ -194,6 +187,10 @@ class Group:
             ) from error
 
 
+_GROUPS: dict[int, tuple[Any, Group]] = {}
+_IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
+
+
 def current_group() -> Group:
     """Return torch's default process group; a group of this process alone where there is none."""
     is_alone = _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized())
@@ -225,10 +222,6 @@ def alone() -> Iterator[None]:
         _IS_ALONE.reset(token)
 
 
-_GROUPS: dict[int, tuple[Any, Group]] = {}
-_IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
-
-
 def same_everywhere(group: Group, value: Any) -> bool:
     """Return whether all processes hold the same value."""
     values = group.gather_objects(value)
@@ -238,10 +231,7 @@ def same_everywhere(group: Group, value: Any) -> bool:
 def check_same_options(group: Group, values: Mapping[str, Any]) -> None:
     """Refuse options that differ between processes, before anything of their size is sent.
 
-    Collectives of different lengths would end the process.
-
-    Args:
-        values: by name; equal where their `repr` is.
+    Values are equal where their `repr` is. Collectives of different lengths would end the process.
     """
     if group.size == 1:
         return

@@ -8,7 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -36,9 +36,7 @@ class Turns:
     def at(self, thing: object) -> Iterator[None]:
         """Wait until no other thread is at an object; a thread may be there several times."""
         with self._guard:
-            lock = self._locks.get(id(thing))
-            if lock is None:
-                lock = self._locks[id(thing)] = threading.RLock()
+            lock = self._locks.setdefault(id(thing), threading.RLock())
         with lock:
             yield
 
@@ -51,9 +49,7 @@ class Shared:
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._inside = 0
-        self._context: AbstractContextManager[Any] | None = None
+        self._make, self._inside, self._stack = make, 0, ExitStack()
         self.renew()
         os.register_at_fork(after_in_child=self.renew)
 
@@ -62,8 +58,7 @@ class Shared:
         """Enter the context, and leave it."""
         with self._guard:
             if not self._inside:
-                self._context = self._make()
-                self._context.__enter__()
+                self._stack.enter_context(self._make())
             self._inside += 1
         try:
             yield
@@ -71,8 +66,7 @@ class Shared:
             with self._guard:
                 self._inside -= 1
                 if not self._inside:
-                    assert self._context is not None
-                    self._context.__exit__(None, None, None)
+                    self._stack.close()
 
     def renew(self) -> None:
         """Renew the guard: after a fork there is nobody left to give the old one back."""
@@ -197,10 +191,14 @@ _TURNS = Turns()
 
 def draws_numbers(work: Callable[[], Any]) -> bool:
     """Return whether a call draws random numbers: from torch, NumPy or Python."""
-    before, kind = _python_numbers(), cast(Any, _Draws)
+
+    def others() -> tuple[Any, ...]:
+        return random.getstate(), pickle.dumps(np.random.get_state())
+
+    before, kind = others(), cast(Any, _Draws)
     with kind() as mode:
         work()
-    return bool(mode.any) or before != _python_numbers()
+    return bool(mode.any) or before != others()
 
 
 class _Draws(TorchDispatchMode):
@@ -216,10 +214,6 @@ class _Draws(TorchDispatchMode):
     ) -> Any:
         self.any |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
-
-
-def _python_numbers() -> tuple[Any, ...]:
-    return random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:

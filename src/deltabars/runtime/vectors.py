@@ -68,7 +68,7 @@ def _stretches(rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Space:
-    """Hold the split of ℝᴾ between processes.
+    """The split of ℝᴾ between processes.
 
     Attributes:
         size: P.
@@ -263,9 +263,6 @@ class ShardedVectors:
     def device(self) -> torch.device:
         """Of the own columns."""
         return self.part.device
-
-    def __len__(self) -> int:
-        return len(self.part)
 
     def __reduce__(self) -> Any:
         raise StorageError(

@@ -26,11 +26,7 @@ ALWAYS = 64 << 20
 
 
 def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read its bytes; refuse pipes and devices, which may never end.
-
-    Raises:
-        OSError: there is no such file, it cannot be read, or it is no plain one.
-    """
+    """Open a file to read its bytes; an OSError for pipes and devices, which may never end."""
     try:
         # Without waiting for somebody to write to it, should it be a pipe.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -53,8 +49,7 @@ def length_of(file: BinaryIO) -> int:
 def read_outline(file: BinaryIO) -> tuple[int, bytes]:
     """Return the stated length of a safetensors header, and as much of it as there is.
 
-    Raises:
-        ValueError: it has no header, or one that is long beside what the file holds.
+    A ValueError where there is none, or one that is long beside what the file holds.
     """
     size, start = length_of(file), file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
@@ -64,12 +59,7 @@ def read_outline(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the bytes of a file, which may be a pipe.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: there are more than `most`, or no file can have such a name.
-    """
+    """Return the bytes of a file, which may be a pipe; a ValueError for more than `most`."""
     with Path(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -78,11 +68,7 @@ def read_start(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON within bounds.
-
-    Raises:
-        ValueError: it is no JSON, has a key twice, is nested too deeply, or has too many values.
-    """
+    """Parse JSON; a ValueError where a key is there twice, or it is too deep or too long."""
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     if sum(raw.count(mark) for mark in (b"[", b"{", b",")) > _VALUES:
         raise ValueError(f"it has more than {_VALUES:,} values")
@@ -100,11 +86,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
-    """Refuse to unpack far more than a file has bytes, and more than `always`.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Refuse, by a ValueError, to unpack more than `always` and far more than a file has bytes."""
     if unpacked > max(always, MOST_TIMES * packed):
         raise ValueError(
             f"its {packed:,} bytes would unpack to {unpacked:,}, more than {MOST_TIMES} times "

@@ -7,7 +7,6 @@ processes have left can be recognised, and the next writer removes them.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -31,39 +30,38 @@ T = TypeVar("T")
 _DRAFT = ".deltabars-"
 _NEW = 60.0  # seconds: the owner of a younger draft may not have locked it yet
 _READINGS, _NAP = 50, 0.01  # of a folder that is being replaced, and seconds between them
-_NO_LINK, _FOLDER = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_DIRECTORY", 0)
+_READINGS_OF_NOTHING = 3  # between the removal of the old folder and the new one
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _HELD: set[int] = set()
 
 
 def _close_all() -> None:
     """Close locks in a forked process: they belong to open files, which it would share and keep."""
-    for handle in _HELD:
-        os.close(handle)
-    _HELD.clear()
+    while _HELD:
+        os.close(_HELD.pop())
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_all)
 
 
-def _open(path: Path, flags: int) -> int:
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
     handle = os.open(path, flags, 0o666)
     _HELD.add(handle)
-    return handle
-
-
-def _close(handle: int) -> None:
-    if handle in _HELD:  # not so in a process that was forked meanwhile
-        _HELD.remove(handle)
-        os.close(handle)
+    try:
+        yield handle
+    finally:
+        if handle in _HELD:  # not so in a process that was forked meanwhile
+            _HELD.remove(handle)
+            os.close(handle)
 
 
 def _lock(handle: int, *, wait: bool = False) -> bool:
     """Lock an open file; return whether it is ours (or where the system has no locks)."""
-    if fcntl is None:
-        return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:  # some network disks have none
@@ -79,25 +77,18 @@ def locked(
     user: str = "fit",
     error: type[StorageError] = CheckpointInUseError,
 ) -> Iterator[None]:
-    """Hold a folder's lock.
+    """Hold the lock `file` of a folder that one process, and one thread of it, may use at a time.
 
-    Args:
-        folder: that one process at a time may use.
-        file: the lock's name in it.
-        what, user, error: for messages: what the folder is, what uses it, and the kind of error.
-
-    Raises:
-        CheckpointInUseError, or `error`: another process, or another thread of this one, holds it.
-        StorageError: the folder cannot be written to.
+    `what` the folder is, what `user` it has, and the kind of `error` are for messages.
     """
-    try:
-        handle = _open(folder / file, os.O_RDWR | os.O_CREAT | _NO_LINK)
-    except OSError as failure:
-        raise StorageError(
-            f"{what}: expected a folder that can be written to, got {folder} "
-            f"({failure.strerror or failure})."
-        ) from failure
-    try:
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(_opened(folder / file, os.O_RDWR | os.O_CREAT | _NO_LINK))
+        except OSError as failure:
+            raise StorageError(
+                f"{what}: expected a folder that can be written to, got {folder} "
+                f"({failure.strerror or failure})."
+            ) from failure
         if not _lock(handle):
             text = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
             owner = f"process {text}" if text.isdecimal() else "another process"
@@ -109,22 +100,14 @@ def locked(
             os.truncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
-    finally:
-        _close(handle)
 
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
     """Wait until no other process changes a folder: for changes that take a moment."""
-    if fcntl is None:
-        yield
-        return
-    handle = _open(folder, os.O_RDONLY)
-    try:
+    with nullcontext(-1) if fcntl is None else _opened(folder, os.O_RDONLY) as handle:
         _lock(handle, wait=True)
         yield
-    finally:
-        _close(handle)
 
 
 def is_draft(name: str) -> bool:
@@ -135,16 +118,14 @@ def is_draft(name: str) -> bool:
 def remove_left(folder: Path) -> None:
     """Remove the drafts that killed processes have left in a folder."""
     with suppress(OSError):
-        for path in [Path(entry.path) for entry in os.scandir(folder) if is_draft(entry.name)]:
+        drafts = [folder / name for name in os.listdir(folder) if is_draft(name)]
+        for path in drafts if fcntl is not None else ():
             with suppress(OSError):
-                if fcntl is None or time.time() - path.lstat().st_mtime < _NEW:
+                if time.time() - path.lstat().st_mtime < _NEW:
                     continue
-                handle = _open(path, os.O_RDONLY | _NO_LINK)
-                try:
+                with _opened(path, os.O_RDONLY | _NO_LINK) as handle:
                     if _lock(handle):
                         _remove_draft(path)
-                finally:
-                    _close(handle)
 
 
 def _draft_of(path: Path) -> Path:
@@ -166,30 +147,24 @@ def _remove_draft(draft: Path) -> None:
 def write_whole(path: Path, writer: Callable[[Path], object]) -> None:
     """Write a file whole or not at all: to a draft beside it, which then takes its place.
 
-    Args:
-        path: the file.
-        writer: writes to the path that it is given, whose name ends as that of `path`.
-
-    Raises:
-        StorageError: the file cannot be written.
+    The `writer` writes to the path that it is given, whose name ends as that of `path`.
     """
     if "\0" in str(path):
         raise StorageError(f"Cannot write {str(path)!r}: no file can have a zero byte in its name.")
     draft = _draft_of(path)
     try:
-        handle = _open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            _lock(handle)
-            remove_left(path.parent)
-            mode = os.fstat(handle).st_mode  # as the umask has it, which not all libraries heed
-            writer(draft)
-            os.chmod(draft, mode)
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())  # a power cut may leave the new name with nothing behind it
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-            _close(handle)
+        with _opened(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
+            try:
+                _lock(handle)
+                remove_left(path.parent)
+                mode = os.fstat(handle).st_mode  # by the umask, which not all libraries heed
+                writer(draft)
+                os.chmod(draft, mode)
+                with draft.open("rb") as file:
+                    os.fsync(file.fileno())  # else a power cut may leave an empty file of the name
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"Cannot write {path}: {error.strerror or error}.") from error
 
@@ -205,13 +180,10 @@ def write_whole_folder(
     """Write a folder whole or not at all: beside its place, which it then takes.
 
     Args:
-        path: the folder, on a disk that all processes see.
+        path: the folder, on a disk that all processes of the group see.
         writer: writes into the new folder that it is given; called by all processes.
         group: the processes that write.
         replace: whether an existing folder may be replaced.
-
-    Raises:
-        StorageError: it cannot be written.
     """
     folder = path.absolute()
     draft = folder
@@ -241,16 +213,14 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
     """Make a locked draft with an empty folder of the same name in it; remove it afterwards."""
     draft = _draft_of(folder)
     draft.mkdir()
-    handle = _open(draft, os.O_RDONLY | _FOLDER) if fcntl is not None else -1
-    try:
-        if handle >= 0:
+    with nullcontext(-1) if fcntl is None else _opened(draft, os.O_RDONLY) as handle:
+        try:
             _lock(handle)
-        remove_left(folder.parent)
-        (draft / folder.name).mkdir()
-        yield draft
-    finally:
-        _remove_draft(draft)
-        _close(handle)
+            remove_left(folder.parent)
+            (draft / folder.name).mkdir()
+            yield draft
+        finally:
+            _remove_draft(draft)
 
 
 def read_settled(path: Path, read: Callable[[], T]) -> T:
@@ -260,8 +230,8 @@ def read_settled(path: Path, read: Callable[[], T]) -> T:
         try:
             found = read()
         except StorageError:
-            replaced = _stamp(path) != before or (before is None and _has_draft(path))
-            if not left or not replaced:
+            absent = before is None and left > _READINGS - _READINGS_OF_NOTHING
+            if not left or (_stamp(path) == before and not absent):
                 raise
         else:
             if not left or _stamp(path) == before:
@@ -271,28 +241,14 @@ def read_settled(path: Path, read: Callable[[], T]) -> T:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
+    with suppress(OSError, ValueError):
         found = path.stat()
-    except (OSError, ValueError):
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
-
-
-def _has_draft(path: Path) -> bool:
-    """Return whether a folder is about to be replaced."""
-    try:
-        names = os.listdir(path.parent)
-    except (OSError, ValueError):
-        return False
-    return any(is_draft(name) and name.endswith(f"-{path.name}") for name in names)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return None
 
 
 def check_can_write(path: Path, option: str) -> None:
-    """Refuse at once what could not be written at the end.
-
-    Raises:
-        StorageError: the folder does not exist or cannot be written to, or the path is a folder.
-    """
+    """Refuse at once, by a StorageError, a file that could not be written at the end."""
     if path.is_dir():
         raise StorageError(f"{option}: expected the name of a file, got the folder {path}.")
     check_parent(path, option)
@@ -305,8 +261,3 @@ def check_parent(path: Path, option: str) -> None:
         raise StorageError(f"{option}: expected a folder that exists, got {folder}.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"{option}: expected a folder that can be written to, got {folder}.")
-
-
-def is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error is of a disk without room."""
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

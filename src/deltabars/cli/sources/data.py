@@ -14,14 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
+from deltabars.cli.sources import models
 from deltabars.cli.sources.folders import Pictures, Preparation, read_folder
-from deltabars.cli.sources.models import (
-    check_texts,
-    find_object,
-    is_name,
-    user_code,
-    with_full_path,
-)
 from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.errors import BadValueError, DataError, ModelError, first_line, library
 from deltabars.recipes.images import read_cifar10, read_mnist
@@ -47,46 +41,39 @@ _OPTIONS = {**_APPLIES, "part": tuple(_DOWNLOADED), "arguments": ("factory",)}
 class NamedData:
     """Data as they are named on a command line.
 
-    Attributes:
-        spec: a folder of pictures, an `.npz` file, a table (`.csv`, `.parquet`), a folder of
-            MNIST's idx files or of CIFAR-10's binary batches, or `package.module:factory` or
-            `path/to/file.py:factory`.
-        part: `"train"` or `"test"`, of MNIST and CIFAR-10; the former by default.
-        size, crop, gray, mean, std: as for `Preparation`.
-        target: of a table, the column with the targets.
-        arguments: keyword arguments of the factory.
+    The spec is a folder of pictures, an `.npz` file, a table (`.csv`, `.parquet`), a folder of
+    MNIST's idx files or of CIFAR-10's binary batches, `package.module:factory` or
+    `path/to/file.py:factory`.
     """
 
     spec: str
-    part: str | None = None
-    size: tuple[int, int] | None = None
+    part: str | None = None  # "train" or "test", of MNIST and CIFAR-10; the former by default
+    size: tuple[int, int] | None = None  # this and the next four as for `Preparation`
     crop: bool = False
     gray: bool = False
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    target: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    target: str | None = None  # of a table, the column with the targets
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the factory, by keyword
 
     def __post_init__(self) -> None:
-        check_texts("--data", self.arguments, self.spec, self.part, self.target)
+        models.check_texts("--data", self.arguments, self.spec, self.part, self.target)
         if self.spec is None:
             raise DataError("--data: expected the name of data, got none.")
 
     def load(self, columns: Sequence[str] | None = None) -> Source:
         """Return the data; a folder of pictures is read as it is needed.
 
-        Args:
-            columns: that a table must have, those of a fit; then it may be without the target.
+        A table must have the `columns` of a fit, if they are given, and may be without the target.
         """
-        preparation = Preparation(self.size, self.crop, self.gray, self.mean, self.std)
         path, kind = Path(self.spec), self._kind
         for name, kinds in _OPTIONS.items():
             if getattr(self, name) and kind not in kinds:
-                option = {"arguments": "data-args"}.get(name, name)
                 raise BadValueError(
-                    f"--{option}: expected data of the kind {' or '.join(kinds)} with it, got "
-                    f"{self.spec} ({kind})."
+                    f"--{'data-args' if name == 'arguments' else name}: expected data of the kind "
+                    f"{' or '.join(kinds)} with it, got {self.spec} ({kind})."
                 )
+        preparation = Preparation(self.size, self.crop, self.gray, self.mean, self.std)
         match kind:
             case "factory":
                 return _from_factory(self.spec, self.arguments)
@@ -102,33 +89,31 @@ class NamedData:
 
     def absolute(self) -> NamedData:
         """Return the same with whole paths, so that it holds in every folder."""
-        is_path = os.path.exists(self.spec) or not is_name(self.spec)
-        spec = str(Path(self.spec).absolute()) if is_path else with_full_path(self.spec)
-        return replace(self, spec=spec, arguments=dict(self.arguments))
+        is_path = os.path.exists(self.spec) or not models.is_name(self.spec)
+        spec = str(Path(self.spec).absolute()) if is_path else models.with_full_path(self.spec)
+        return replace(self, spec=spec)
 
     def prepared_as(self, other: NamedData) -> NamedData:
         """Return these data, prepared as others are where nothing else is said."""
-        kind = self._kind
-        given = {
-            name: getattr(self, name) or getattr(other, name)
-            for name, kinds in _APPLIES.items()
-            if kind in kinds
-        }
-        return replace(self, **given)
+        names = [name for name, kinds in _APPLIES.items() if self._kind in kinds]
+        return replace(
+            self, **{name: getattr(self, name) or getattr(other, name) for name in names}
+        )
 
     @property
     def _kind(self) -> str:
         path = Path(self.spec)
+        exists = os.path.exists(path)
         if os.path.isdir(path):
             found = (kind for kind, pattern in _DOWNLOADED.items() if any(path.glob(pattern)))
             return next(found, "folder")
         if path.suffix == ".npz":
             return "npz"
-        if path.suffix.lower() in _TABLES and os.path.exists(path):
+        if exists and path.suffix.lower() in _TABLES:
             return "table"
-        if is_name(self.spec):
+        if models.is_name(self.spec):
             return "factory"
-        what = "is a file of another kind" if os.path.exists(path) else "does not exist"
+        what = "is a file of another kind" if exists else "does not exist"
         raise DataError(
             "--data: expected a folder, an .npz file, a table, module:factory or file.py:factory, "
             f"got {self.spec}, which {what}."
@@ -157,17 +142,16 @@ def _read_npz(path: Path, preparation: Preparation) -> Source:
             f"--data: expected one target for each of {len(inputs)} inputs in {path}, got targets "
             f"of shape {tuple(targets.shape)}."
         )
-    names = np.ravel(arrays["classes"]) if "classes" in arrays else None
-    if names is not None and names.dtype.kind == "S":
+    names = np.ravel(arrays.get("classes", ()))
+    if names.dtype.kind == "S":
         names = np.char.decode(names, "utf-8", "backslashreplace")
-    classes = None if names is None else tuple(map(str, names.tolist()))
+    classes = tuple(map(str, names.tolist())) or None
     return _from_tensors(inputs, targets, preparation, classes, is_pixels=is_pixels)
 
 
 def _images(raw: np.ndarray, path: Path) -> Tensor:
-    if raw.ndim == 3:
-        raw = raw[:, None]
-    elif raw.ndim == 4 and raw.shape[1] not in _CHANNELS and raw.shape[3] in _CHANNELS:
+    raw = raw[:, None] if raw.ndim == 3 else raw
+    if raw.ndim == 4 and raw.shape[1] not in _CHANNELS:
         raw = raw.transpose(0, 3, 1, 2)
     if raw.ndim != 4 or raw.shape[1] not in _CHANNELS:
         raise DataError(
@@ -203,9 +187,8 @@ def _from_tensors(
         image = (inputs[number] * 255).round().to(torch.uint8)
         return image[0].numpy() if image.shape[0] == 1 else image.permute(1, 2, 0).numpy()
 
-    no_class = targets is None or targets.ndim != 1 or targets.is_floating_point()
-    numbers = [-1] if no_class else targets.tolist()  # type: ignore[union-attr]
-    are_classes = {*numbers} <= {*range(len(classes or ()))}
+    found = None if targets is None or targets.is_floating_point() else targets.flatten().tolist()
+    are_classes = found is not None and {*found} <= {*range(len(classes or ()))}
     return Source(
         data=ready if targets is None else (ready, targets),
         dataset=ready,
@@ -221,9 +204,7 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
     """Return the columns of a table as float32 in their order; `target` has the targets.
 
     Targets are class numbers where all are whole, names of classes where they are texts (in sorted
-    order), or real numbers.
-
-    Where the columns of a fit are `known`, the target may be missing.
+    order), or real numbers. Where the columns of a fit are `known`, the target may be missing.
     """
     frame = _read_frame(path)
     names = [str(name) for name in frame.columns]
@@ -237,8 +218,8 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
         odd = sorted({*columns} ^ {*known})
         raise DataError(
             f"--data: expected the {len(known)} columns of the fit in their order, {_few(known)}, "
-            f"got {_few(columns)} in {path}"
-            + (f" (the difference: {_few(odd)})." if odd else " (another order).")
+            f"got {_few(columns)} in {path} "
+            f"({f'the difference: {_few(odd)}' if odd else 'another order'})."
         )
     others = [name for name in columns if frame[name].dtype.kind not in "fiub"]
     if others or not columns:
@@ -247,33 +228,31 @@ def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> 
             "Leave them out, or make numbers of them as for the training (a column of 0 and 1 for "
             "each category); --target names the column with the targets."
         )
-    inputs = torch.from_numpy(frame.to_numpy(np.float32, copy=True))
     targets, classes = None, None
     if given is not None and given.dtype.kind in "fiub":
         targets = _numbers(given.to_numpy(), path)
     elif given is not None:
         texts, numbers = np.unique(given.astype(str).str.strip(), return_inverse=True)
         targets, classes = torch.from_numpy(numbers).long(), tuple(texts.tolist())
+    inputs = torch.from_numpy(frame.to_numpy(np.float32, copy=True))
     source = _from_tensors(inputs, targets, Preparation(), classes, is_pixels=False)
     return replace(source, columns=columns)
 
 
 def _read_frame(path: Path) -> Any:
     """Return a table whose columns have names and whose cells have values."""
-    pandas = library("pandas", "pandas")
-    is_csv = path.suffix.lower() == ".csv"
+    pandas, is_csv = library("pandas", "pandas"), path.suffix.lower() == ".csv"
     if not is_csv:
         library("pyarrow", "parquet")
     try:
         if is_csv:
             with path.open(encoding="utf-8-sig") as file:
                 delimiter = max(",;\t", key=file.readline().count)
+            options = {"sep": delimiter, "skipinitialspace": True, "low_memory": False}
             with warnings.catch_warnings():
                 # Of rows that are longer than the line of names.
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
-                frame = pandas.read_csv(
-                    path, sep=delimiter, index_col=False, skipinitialspace=True, low_memory=False
-                )
+                frame = pandas.read_csv(path, index_col=False, **options)
         else:
             frame = pandas.read_parquet(path)
     except Exception as error:  # whatever the libraries make of bytes that are not theirs
@@ -285,8 +264,7 @@ def _read_frame(path: Path) -> Any:
     if not len(frame) or any(not name.strip() or name.startswith("Unnamed: ") for name in names):
         what = "a name for each column (of pandas: index=False)" if len(frame) else "rows"
         raise DataError(f"--data: expected {what} in {path}, got columns {_few(names)}.")
-    counts = frame.isna().sum()
-    missing = [f"{count:,} in {name!r}" for name, count in counts.items() if count]
+    missing = [f"{n:,} in {name!r}" for name, n in frame.isna().sum().items() if n]
     if missing:
         raise DataError(
             f"--data: expected a value in every cell of {path}, got missing ones: "
@@ -301,9 +279,9 @@ def _few(names: Sequence[str]) -> str:
 
 def _from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:
     """Return what a factory of the user's gives: a Dataset, a DataLoader, or a pair of tensors."""
-    found = find_object(spec, "--data")
+    found = models.find_object(spec, "--data")
     if callable(found) and not isinstance(found, DataLoader | Dataset):
-        with user_code(spec, "--data"):
+        with models.user_code(spec, "--data"):
             found = found(**arguments)
     elif arguments:
         raise DataError(f"--data-args: expected none for {spec}, which is no function.")
@@ -315,22 +293,21 @@ def _from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:
         shuffles = isinstance(found.sampler, RandomSampler)
         return Source(found, classes=_class_names(found.dataset), ordered=not shuffles)
     is_plain = isinstance(found, str | bytes | tuple | list | Mapping | np.ndarray)
-    has_rows = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not is_plain
-    if not isinstance(found, Dataset) and not has_rows:
+    has_rows = hasattr(found, "__getitem__") and hasattr(found, "__len__")
+    if not isinstance(found, Dataset) and (is_plain or not has_rows):
         raise DataError(
             f"--data: expected a Dataset, a DataLoader or a pair of tensors from {spec}, got a "
             f"{type(found).__name__}."
         )
-    by_number = not isinstance(found, IterableDataset)
-    return Source(found, found if by_number else None, classes=_class_names(found))
+    is_stream = isinstance(found, IterableDataset)
+    return Source(found, None if is_stream else found, classes=_class_names(found))
 
 
 def _class_names(dataset: object) -> tuple[str, ...] | None:
     """Return the names of the classes where a dataset has them, as torchvision's do."""
-    names = getattr(dataset, "classes", None)
-    if isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    return None
+    names = getattr(dataset, "classes", None) or [None]
+    are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+    return tuple(names) if are_names else None
 
 
 def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
@@ -359,17 +336,11 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
             f"does not ({first_line(error)}). --gray makes one channel of them, --size another "
             "size."
         ) from error
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or outputs.shape[1:] == (len(source.classes),):
-        return
-    advice = "Empty folders may stand for classes without pictures." if is_folder else ""
-    if outputs.shape[1:] == (1,):
-        advice = (
-            "Is it a yes/no question? Then give --loss bce, and data without class names, as "
-            "arrays or by a factory, with targets 0 and 1. A regression? Then give --loss mse, and "
-            "numbers for targets."
+    shape = getattr(getattr(outputs, "logits", outputs), "shape", None)
+    if shape is not None and shape[1:] != (len(source.classes),):
+        raise DataError(
+            f"--data: expected a class name for each output of the model, got "
+            f"{len(source.classes)} in {data.spec} for outputs of shape {tuple(shape[1:])}. Empty "
+            "folders may stand for classes without pictures. For a yes/no question give --loss bce "
+            "and targets 0 and 1 without class names, for a regression --loss mse and numbers."
         )
-    raise DataError(
-        f"--data: expected a class name for each output of the model, got {len(source.classes)} in "
-        f"{data.spec} for outputs of shape {tuple(outputs.shape[1:])}. {advice}".rstrip()
-    )

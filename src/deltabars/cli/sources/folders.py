@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.errors import BadValueError, DataError, DataWarning, first_line, library, printable
+from deltabars.errors import (
+    BadValueError,
+    DataError,
+    DataWarning,
+    first_line,
+    library,
+    printable,
+    warn,
+)
 from deltabars.storage.reading import check_unpacked, length_of, open_plain
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
@@ -30,19 +38,12 @@ _BATCH_BYTES, _LARGEST_BATCH = 1 << 26, 1024
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to pictures on their way to a network.
+    """What is done to pictures on their way to a network."""
 
-    Attributes:
-        size: (height, width) to resize to; None for pictures that have one size.
-        crop: with `size`: keep the proportions and cut the middle out, instead of squeezing.
-        gray: one channel instead of three.
-        mean, std: of each channel: (pixel − mean)/std, with pixels from 0 to 1.
-    """
-
-    size: tuple[int, int] | None = None
-    crop: bool = False
-    gray: bool = False
-    mean: tuple[float, ...] | None = None
+    size: tuple[int, int] | None = None  # (height, width) to resize to
+    crop: bool = False  # with `size`: cut the middle out in proportion, instead of squeezing
+    gray: bool = False  # one channel instead of three
+    mean: tuple[float, ...] | None = None  # of each channel: (pixel − mean)/std, from 0 to 1
     std: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -77,11 +78,10 @@ class Preparation:
                     check_unpacked(size, length_of(file), most)
                     if picture.mode not in _EIGHT_BITS:
                         raise ValueError(f"its mode is {picture.mode}: convert it")
-                    own = picture.convert("L" if self.gray else "RGB")
+                    own, fit = picture.convert("L" if self.gray else "RGB"), Image.Image.resize
+                    if self.crop:
+                        fit = library("PIL.ImageOps", "images").fit
                     if self.size is not None:
-                        fit = (
-                            library("PIL.ImageOps", "images").fit if self.crop else type(own).resize
-                        )
                         own = fit(own, self.size[::-1], Image.Resampling.BILINEAR)
                     return np.array(own)  # a copy, so that Pillow lets go of its own
         except Exception as error:  # whatever Pillow makes of bytes that are no picture
@@ -97,17 +97,15 @@ class Preparation:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Return (pixels − mean)/std of images (…, channels, H, W)."""
-        for name, values in (("--mean", self.mean), ("--std", self.std)):
-            if values is None:
-                continue
+        mean, std = self.mean or (0.0,), self.std or (1.0,)
+        for name, values in (("--mean", mean), ("--std", std)):
             if len(values) not in (1, pixels.shape[-3]):
                 raise BadValueError(
                     f"{name}: expected one number, or one for each of {pixels.shape[-3]} channels, "
                     f"got {len(values)}."
                 )
-            each = torch.tensor(values, dtype=pixels.dtype)[:, None, None]
-            pixels = pixels - each if name == "--mean" else pixels / each
-        return pixels
+        each = [pixels.new_tensor(values)[:, None, None] for values in (mean, std)]
+        return (pixels - each[0]) / each[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +134,7 @@ class Pictures(Dataset[Any]):
 
 
 def read_folder(folder: Path, preparation: Preparation) -> Source:
-    """Pictures in sub-folders, which are the classes in sorted order, or in the folder itself.
+    """Read pictures in sub-folders, which are the classes in sorted order, or in the folder itself.
 
     Sub-folders of a class count as parts of it. Links to files and classes that are links are
     followed; links to folders below are not. Hidden files are left out, and so are, with a
@@ -146,42 +144,42 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     files, folders = _listed(folder, left_out)
     classes = tuple(_shown(Path(each.name)) for each in folders)
     labels: Tensor | None = None
+    if files and classes:
+        raise DataError(
+            f"--data: expected pictures in sub-folders (the classes) of {folder}, or beside "
+            f"one another and no sub-folders, got both: {files[0].name} beside {classes[0]}/."
+        )
     if classes:
-        if files:
-            raise DataError(
-                f"--data: expected pictures in sub-folders (the classes) of {folder}, or beside "
-                f"one another and no sub-folders, got both: {files[0].name} beside {classes[0]}/."
-            )
         inside = [_all_below(each, left_out) for each in folders]
         files = [path for paths in inside for path in paths]
-        counts = torch.tensor([len(paths) for paths in inside])
-        labels = torch.repeat_interleave(torch.arange(len(classes)), counts)
+        labels = torch.tensor([k for k, paths in enumerate(inside) for _ in paths])
         empty = [name for name, paths in zip(classes, inside, strict=True) if not paths]
         if files and empty:
-            _warn(f"--data: {len(empty)} of {len(classes)} classes have no picture: {empty[0]}/.")
+            some = f"{len(empty)} of {len(classes)} classes have no picture: {empty[0]}/."
+            warn(f"--data: {some}", DataWarning)
     if not files:
         raise DataError(
             f"--data: expected pictures ({', '.join(ENDINGS)}) in {folder} or in its sub-folders, "
             "got none."
         )
     if left_out:
-        _warn(f"--data: {len(left_out)} files in {folder} were left out, such as {left_out[0]}.")
-    shape = tuple(preparation.tensor(preparation.read(files[0])).shape)
-    size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // (4 * shape[0] * shape[1] * shape[2])))
-    dataset = Pictures(files, labels, preparation, shape)
-
-    def relabelled(targets: Tensor) -> DataLoader[Any]:
-        return DataLoader(replace(dataset, labels=targets), batch_size=size)
-
+        some = f"{len(left_out)} files in {folder} were left out, such as {left_out[0]}."
+        warn(f"--data: {some}", DataWarning)
+    first = preparation.tensor(preparation.read(files[0]))
+    size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // (4 * first.numel())))
+    dataset = Pictures(files, labels, preparation, tuple(first.shape))
+    # The files are not read for their digest.
+    states = [(os.fsencode(path.relative_to(folder)), path.stat()) for path in files]
+    marks = [name + f":{at.st_size}:{at.st_mtime_ns}".encode() for name, at in states]
     return Source(
         data=DataLoader(dataset, batch_size=size),
         dataset=dataset,
         classes=classes or None,
         names=tuple(_shown(path.relative_to(folder)) for path in files),
         targets=labels,
-        picture=lambda number: preparation.read(files[number]),
-        fingerprint=_fingerprint(folder, files, preparation),
-        relabelled=relabelled,
+        picture=lambda index: preparation.read(files[index]),
+        fingerprint=fingerprint_of(repr(preparation), *marks),
+        relabelled=lambda targets: DataLoader(replace(dataset, labels=targets), batch_size=size),
     )
 
 
@@ -193,41 +191,24 @@ def _listed(folder: Path, left_out: list[str]) -> tuple[list[Path], list[Path]]:
         raise DataError(
             f"--data: expected a folder that can be read, got {folder}: {error.strerror}."
         ) from error
-    pictures, folders = [], []
-    for path in paths:
-        if path.name.lower().endswith(ENDINGS) and os.path.isfile(path):
-            pictures.append(path)
-        elif os.path.isdir(path):
-            folders.append(path)
-        else:
-            left_out.append(_shown(path))
-    return pictures, folders
+    named = (path for path in paths if path.name.lower().endswith(ENDINGS))
+    pictures = {path: None for path in named if os.path.isfile(path)}
+    others = [path for path in paths if path not in pictures]
+    left_out += [_shown(path) for path in others if not os.path.isdir(path)]
+    return list(pictures), [path for path in others if os.path.isdir(path)]
 
 
 def _all_below(folder: Path, left_out: list[str]) -> list[Path]:
     """Return the pictures of a class: in its folder and in the folders below."""
-    found, waiting = [], [folder]
-    while waiting:
-        pictures, folders = _listed(waiting.pop(), left_out)
-        found += pictures
-        waiting += [each for each in folders if not each.is_symlink()]
-        left_out += [
-            f"{_shown(each)} (a link to a folder)" for each in folders if each.is_symlink()
-        ]
-    return sorted(found)
-
-
-def _fingerprint(folder: Path, files: Sequence[Path], preparation: Preparation) -> str:
-    """Return a digest of names, lengths and times of the files, which are not read for it."""
-    states = [(os.fsencode(path.relative_to(folder)), path.stat()) for path in files]
-    marks = [name + f":{at.st_size}:{at.st_mtime_ns}".encode() for name, at in states]
-    return fingerprint_of(repr(preparation), *marks)
+    pictures, folders = _listed(folder, left_out)
+    for each in folders:
+        if each.is_symlink():
+            left_out.append(f"{_shown(each)} (a link to a folder)")
+        else:
+            pictures += _all_below(each, left_out)
+    return sorted(pictures)
 
 
 def _shown(path: Path) -> str:
     """Return a name that can be shown and written as UTF-8, whatever bytes are in it."""
     return printable(os.fsencode(path.as_posix()).decode("utf-8", "backslashreplace"))
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, DataWarning, stacklevel=3)

@@ -1,31 +1,41 @@
-"""Objects of a user's own code, by name: `package.module:object` or `path/to/file.py:object`."""
+"""Models by name: objects of the user's own code, with weights from files that run none.
+
+Objects are `package.module:object` or `path/to/file.py:object`. Files of weights are read by
+safetensors and torch. Before torch reads one, the names in its pickle and its length are looked at:
+what torch does not know is replaced by an object that does nothing, such as the optimisers and
+hyperparameters that training frameworks put beside the weights, and what asks for far more memory
+than weights need is refused.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
+import pickle
+import pickletools
 import re
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deltabars.cli.sources.weights import read_weights
-from deltabars.errors import BadValueError, ModelError, UsageError, printable, shortened
+from deltabars.errors import BadValueError, ModelError, UsageError, first_line, printable, shortened
+from deltabars.storage.reading import length_of, open_plain, read_outline
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _MARK = "_deltabars_trained"
-# What torch.compile and FSDP put into names, and what modules within others are usually called.
+# What torch.compile and FSDP put into the names of weights.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_USUAL = {"module", "model", "net", "network", ""}
 
 
 def is_name(spec: str) -> bool:
@@ -52,7 +62,13 @@ def with_full_path(spec: str) -> str:
 
 @contextmanager
 def user_code(spec: str, option: str) -> Iterator[None]:
-    """Run code of the user's: what it prints goes to stderr, and it cannot end the program."""
+    """Run code of the user's, which imports what lies beside its file, or here.
+
+    What it prints goes to stderr, and it cannot end the program.
+    """
+    place = spec.rpartition(":")[0]
+    folder = str(Path(place).absolute().parent if place.endswith(".py") else Path.cwd())
+    sys.path.insert(0, folder)
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -61,6 +77,8 @@ def user_code(spec: str, option: str) -> Iterator[None]:
             f"{option}: expected code that can be imported, got {spec}, which ends the program "
             f"(exit code {error.code}). Put what a script does under if __name__ == '__main__'."
         ) from error
+    finally:
+        sys.path.remove(folder)
 
 
 def find_object(spec: str, option: str) -> Any:
@@ -71,14 +89,14 @@ def find_object(spec: str, option: str) -> Any:
         )
     place, _, what = spec.rpartition(":")
     with user_code(spec, option):
-        is_file = place.endswith(".py")
-        found: Any = _run_file(Path(place), option) if is_file else _import(place, option)
+        run = _run_file if place.endswith(".py") else _import
+        found: Any = run(place, option)
     for part in what.split("."):
         if not hasattr(found, part):
-            known = [name for name in vars(found) if not name.startswith("_")]
+            known = sorted(name for name in vars(found) if not name.startswith("_"))
             raise BadValueError(
                 f"{option}: expected an object {what!r} in {place}, got none of that name among "
-                f"{', '.join(sorted(known)[:12]) or 'nothing'}."
+                f"{', '.join(known[:12]) or 'nothing'}."
             )
         found = getattr(found, part)
     return found
@@ -86,8 +104,7 @@ def find_object(spec: str, option: str) -> Any:
 
 def _import(name: str, option: str) -> ModuleType:
     try:
-        with _first_on_path(Path.cwd()):
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
@@ -97,34 +114,23 @@ def _import(name: str, option: str) -> ModuleType:
         ) from error
 
 
-def _run_file(path: Path, option: str) -> ModuleType:
+def _run_file(path: str, option: str) -> ModuleType:
     """Return the module of a file, run once for as long as the file stays the same."""
     if not os.path.isfile(path):
         raise BadValueError(f"{option}: expected a Python file, got {path}, which does not exist.")
-    key = f"{path.absolute()}:{path.stat().st_mtime_ns}:{path.stat().st_size}"
-    name = f"deltabars_file_{hashlib.blake2b(os.fsencode(key), digest_size=8).hexdigest()}"
+    state = os.stat(path)
+    name = f"{os.path.abspath(path)}:{state.st_mtime_ns}:{state.st_size}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
-            with _first_on_path(path.absolute().parent):
-                spec.loader.exec_module(module)  # dataclasses look for it in sys.modules
+            spec.loader.exec_module(module)  # dataclasses look for it in sys.modules
         except BaseException:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    """Let imports look in a folder first, as they do for a script that lies there."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 Factory = TypeVar("Factory")
@@ -150,21 +156,12 @@ def trained(factory: Factory) -> Factory:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as it is named on a command line.
+    """A model as it is named on a command line."""
 
-    Attributes:
-        spec: `package.module:factory` or `path/to/file.py:factory`: a Module, or a class or
-            function that makes one.
-        weights: a `.safetensors` file, or a state dict in a file of torch.save, such as a
-            checkpoint of Lightning; None for the weights that the factory gives.
-        arguments: keyword arguments of the factory.
-        untrained: the weights of the initialisation are wanted: those of torch's seed 0.
-    """
-
-    spec: str
-    weights: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    untrained: bool = False
+    spec: str  # a Module, or a class or function that makes one, by name
+    weights: str | None = None  # a file of them; None for those that the factory gives
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the factory, by keyword
+    untrained: bool = False  # initial weights are wanted: those of torch's seed 0
 
     def __post_init__(self) -> None:
         check_texts("--model", self.arguments, self.spec, self.weights)
@@ -195,14 +192,12 @@ class NamedModel:
     def _made(self) -> nn.Module:
         self._seed()
         made = find_object(self.spec, "--model")
-        if isinstance(made, nn.Module) and self.arguments:
-            raise ModelError(
-                f"--model-args: expected none for {self.spec}, which is a Module already."
-            )
         if not isinstance(made, nn.Module) and callable(made):
             self._seed()  # again: a file is not run twice
             with user_code(self.spec, "--model"):
                 made = made(**self.arguments)
+        elif self.arguments:
+            raise ModelError(f"--model-args: expected none for {self.spec}, which is no function.")
         if not isinstance(made, nn.Module):
             raise ModelError(
                 f"--model: expected a torch.nn.Module, or a class or function that makes one, got "
@@ -211,41 +206,30 @@ class NamedModel:
         return made
 
     def _seed(self) -> None:
-        """Draw initial weights that a later command finds again, where they are wanted."""
-        if self.untrained:
+        if self.untrained:  # initial weights that a later command finds again
             torch.default_generator.manual_seed(0)
 
     def absolute(self) -> NamedModel:
         """Return the same with whole paths, so that it holds in every folder."""
         weights = None if self.weights is None else str(Path(self.weights).absolute())
-        return NamedModel(with_full_path(self.spec), weights, dict(self.arguments), self.untrained)
+        return replace(self, spec=with_full_path(self.spec), weights=weights)
 
 
 def _give(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
     """Copy weights into a model whose state has the same names and shapes."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if not _agree(weights, state):
-        weights = _unwrapped(weights, state, path)
-    if not _agree(weights, state):
-        missing = [name for name in state if name not in weights]
-        unknown = [name for name in weights if name not in state]
-        first = [
-            f"{what} {shortened(repr(names[0]))}" + f" and {len(names) - 1} more" * (len(names) > 1)
-            for what, names in (("without", missing), ("with an unknown", unknown))
-            if names
-        ]
-        raise ModelError(
-            f"--weights: expected the names of the model's state, got {path} {', '.join(first)}. "
-            "Names must agree in full; rename them in the file if a wrapper put something before."
-        )
+        weights = _renamed(weights, state, path)
     for name, value in weights.items():
-        own = state[name]
-        kinds = [(each.is_floating_point(), each.is_complex()) for each in (value, own)]
-        if own.shape != value.shape or kinds[0] != kinds[1]:
+        (own, is_own), (given, is_given) = (
+            (each.shape, (each.is_floating_point(), each.is_complex()))
+            for each in (state[name], value)
+        )
+        if own != given or is_own != is_given:
             raise ModelError(
-                f"--weights: expected {name!r} of shape {tuple(own.shape)}, got "
-                f"{tuple(value.shape)}, and {own.dtype}, got {value.dtype}, in {path}. Make the "
-                "model as it was trained (--model-args)."
+                f"--weights: expected {name!r} of shape {tuple(own)} and {state[name].dtype}, got "
+                f"{tuple(given)} and {value.dtype}, in {path}. Make the model as it was trained "
+                "(--model-args)."
             )
     model.load_state_dict(weights, strict=False)
 
@@ -258,42 +242,148 @@ def _agree(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
     return all(name in weights or value.data_ptr() in given for name, value in state.items())
 
 
-def _unwrapped(
+def _renamed(
     weights: dict[str, Tensor], state: Mapping[str, Tensor], path: str
 ) -> dict[str, Tensor]:
-    """Return weights by the names of the model, and print what was taken off theirs.
+    """Return weights by the names of the model, without what wrappers put before or into them.
 
-    Something before all names is left out, whatever it is; where there are others beside them, such
-    as of a loss or of averaged weights, what modules and wrappers are usually called alone is.
+    What is before the names of one whole set of them is taken off; weights beside that set, such as
+    of a loss, are left out. Both are printed.
     """
-    own = {_without_wrappers(name): name for name in state}
-    plain = {_without_wrappers(name): value for name, value in weights.items()}
-    if len(plain) < len(weights):
-        return weights
-    parts = [name.split(".") for name in plain]
+    own = {_plain(name): name for name in state}
+    plain = {_plain(name): value for name, value in weights.items()}
     found: dict[str, dict[str, Tensor]] = {}
-    for prefix in sorted({".".join([*each[:k], ""]) for each in parts for k in range(len(each))}):
-        is_whole = all(name.startswith(prefix) for name in plain)
-        if not is_whole and not set(prefix.split(".")) <= _USUAL:
-            continue
+    for prefix in sorted({name[: at.end()] for name in plain for at in re.finditer(r"^|\.", name)}):
         names = [name for name in plain if name.startswith(prefix)]
         inside = {own.get(name.removeprefix(prefix), ""): plain[name] for name in names}
-        if _agree(inside, state):
+        if _agree(inside, state) and len(plain) == len(weights):
             found[prefix] = inside
     if len(found) > 1:
         raise ModelError(
             f"--weights: expected one set of the model's weights, got {len(found)}, under "
             f"{' and '.join(map(repr, found))}. Save the one that is meant by itself."
         )
-    for prefix, inside in found.items():
-        taken = {f"{part}." for name in weights for part in name.split(".") if part in _WRAPPERS}
-        what = " and ".join(repr(part) for part in (prefix, *sorted(taken)) if part) or "nothing"
-        left = len(weights) - len(inside)
-        others = f", and {left} others are left out," if left else ""
-        text = f"deltabars: --weights: {what} is taken off {len(inside)} names{others} in {path}"
-        print(printable(text), file=sys.stderr)
-    return found.popitem()[1] if found else weights
+    if not found:
+        missing = [f"without {name!r}" for name in state if name not in weights]
+        unknown = [f"with an unknown {name!r}" for name in weights if name not in state]
+        first = " and ".join(shortened(some[0]) for some in (missing, unknown) if some)
+        raise ModelError(
+            f"--weights: expected the names of the model's state, got {path} {first} (in all "
+            f"{len(missing)} missing, {len(unknown)} unknown). Names must agree in full; rename "
+            "them in the file if a wrapper put something before."
+        )
+    prefix, inside = found.popitem()
+    taken = {f"{part}." for name in weights for part in name.split(".") if part in _WRAPPERS}
+    what = " and ".join(repr(part) for part in (prefix, *sorted(taken)) if part) or "nothing"
+    others = len(weights) - len(inside)
+    left = f", and {others} others are left out," if others else ""
+    said = f"deltabars: --weights: {what} is taken off {len(inside)} names{left} in {path}"
+    print(printable(said), file=sys.stderr)
+    return inside
 
 
-def _without_wrappers(name: str) -> str:
+def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+_PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+# Where training programs put the weights, beside other things.
+_INNER = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "weights")
+_DEEPEST = 4  # of them in one another
+# Steps of a pickle: so many in any case, and one for so many bytes of the file.
+_STEPS, _BYTES_A_STEP = 1 << 18, 16
+_PICKLES_OF_A_STREAM = 5  # of torch.save before its files were archives
+# What torch would call for bytes of any stated number, or for more of them at each call.
+_TAKES_MEMORY = re.compile(
+    r"(?i)\w+ bytearray|(base[\W_]?64|bz2|hex|quopri|quoted\W?printable|uu|zip|zlib)([\W_]codec)?"
+)
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a weights file by name, on the CPU. Reading it runs no code."""
+    source = Path(path)
+    if not os.path.isfile(source):  # also of a name that no file can have
+        raise ModelError(f"--weights: expected a file, got {source}, which does not exist.")
+    if source.suffix not in (".safetensors", *_PICKLED):
+        raise ModelError(
+            f"--weights: expected a file that ends in .safetensors, {', '.join(_PICKLED)}, got "
+            f"{source.name}."
+        )
+    is_pickled = source.suffix in _PICKLED
+    try:
+        with open_plain(source) as file:
+            if not is_pickled:
+                read_outline(file)
+            content = _read_pickled(file) if is_pickled else load_file(source)
+    except Exception as error:  # whatever becomes of bytes that mean nothing
+        kind = "file of torch.save" if is_pickled else "safetensors file"
+        raise ModelError(
+            f"--weights: expected a {kind}, got {source}, which is broken or is none "
+            f"({first_line(error).rstrip('.')})."
+        ) from error
+    for _ in range(_DEEPEST):
+        inside = [key for key in _INNER if _is_dict(content) and _is_dict(content.get(key))]
+        content = content[inside[0]] if inside else content
+    found = f"a {type(content).__name__}"
+    if isinstance(content, _Inert):
+        found = "an object of a class, which would run code when read"
+    elif _is_dict(content):
+        other = [name for name, value in content.items() if not _is_dense(value)]
+        if not other:
+            return dict(content)
+        found = f"{shortened(repr(other[0]))}, a tensor without values in the file, or none at all"
+    raise ModelError(
+        f"--weights: expected a state dict in {source}, by itself or under one of "
+        f"{', '.join(_INNER)}, got {found}. Save it with torch.save(model.state_dict(), …)."
+    )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value)
+
+
+def _is_dense(value: Any) -> bool:
+    is_strided = isinstance(value, Tensor) and value.is_cpu and value.layout == torch.strided
+    return is_strided and not value.is_quantized
+
+
+class _Inert:
+    """What stands for everything that a pickle names and that torch does not know."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def _read_pickled(file: BufferedReader) -> Any:
+    """Return what is in a file of torch.save: an archive, or a stream as before torch 1.6."""
+    length, unknown = length_of(file), []
+    if file.read(2) == b"PK":
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > length:
+                raise ValueError("its records overlap, or are packed")
+            (name,) = [m.filename for m in members if m.filename.endswith("/data.pkl")]
+            with archive.open(name) as pickled:
+                _check_memory(pickled, 1, length)
+        file.seek(0)
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    else:
+        file.seek(0)
+        _check_memory(file, _PICKLES_OF_A_STREAM, length)
+    file.seek(0)
+    try:
+        with torch.serialization.safe_globals([(_Inert, name) for name in unknown]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # a page on how to run what is in the file
+        raise ValueError("torch.load(weights_only=True) does not read it") from error
+
+
+def _check_memory(file: IO[bytes], pickles: int, length: int) -> None:
+    """Refuse pickles, one behind another in a file of that length, that take far more memory."""
+    left = _STEPS + length // _BYTES_A_STEP
+    for _ in range(pickles):
+        for _, argument, _ in pickletools.genops(file):
+            left -= 1
+            if left < 0 or (isinstance(argument, str) and _TAKES_MEMORY.fullmatch(argument)):
+                raise ValueError("its pickle takes far more memory than weights need")

@@ -3,55 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from deltabars.errors import DataError
-from deltabars.problem.batches import Batch, as_tensors, iterate, label_key, unlabelled
-from deltabars.problem.inputs import Signature, leaves, map_leaves
+from deltabars.problem.data import Batch, Signature, batch_of, iterate, leaves, map_leaves
 
 _READ_SIZE = 1024  # inputs, where they do not come in batches
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Data, and what is known of them.
+    """Data, and what is known of them."""
 
-    Attributes:
-        data: what `fit` and `predict` take: tensors, a Dataset or a DataLoader.
-        dataset: the same with access by number, a Dataset or tensors of inputs; None where there
-            are only passes.
-        classes: the names of the classes, or None.
-        names: of the inputs, such as files; None where they only have numbers.
-        targets: where they are known without reading the inputs.
-        picture: the picture (H, W) or (H, W, 3) of an input by its number, uint8; or None.
-        fingerprint: of the data; None where it is not known without reading them.
-        ordered: whether every pass has the same order.
-        columns: of a table, the names of the numbers of an input.
-        relabelled: `data` with other class numbers; None where they cannot be exchanged.
-    """
-
-    data: Any
-    dataset: Any = None
-    classes: tuple[str, ...] | None = None
-    names: tuple[str, ...] | None = None
-    targets: Tensor | None = None
+    data: Any  # what `fit` and `predict` take: tensors, a Dataset or a DataLoader
+    dataset: Any = None  # inputs by their indices: a Dataset or tensors; None if read in passes
+    classes: tuple[str, ...] | None = None  # their names
+    names: tuple[str, ...] | None = None  # of the inputs, such as files; None if they have indices
+    targets: Tensor | None = None  # where they are known without reading the inputs
+    # The picture (H, W) or (H, W, 3) of an input by its index, uint8.
     picture: Callable[[int], np.ndarray] | None = None
-    fingerprint: str | None = None
-    ordered: bool = True
-    columns: tuple[str, ...] | None = None
+    fingerprint: str | None = None  # None where it is not known without reading the data
+    ordered: bool = True  # whether every pass has the same order
+    columns: tuple[str, ...] | None = None  # of a table, the names of the numbers of an input
+    # `data` with other class numbers; None where they cannot be exchanged.
     relabelled: Callable[[Tensor], Any] | None = None
 
     def __len__(self) -> int:
         """Return how many inputs there are; 0 where that is not known without reading them."""
         data = self.data[0] if isinstance(self.data, tuple) else self.data
-        if isinstance(data, torch.utils.data.DataLoader):
-            data = data.dataset
+        data = data.dataset if isinstance(data, DataLoader) else data
         return len(data) if hasattr(data, "__len__") else 0
 
     def batches(self, signature: Signature) -> Iterator[Batch]:
@@ -76,7 +63,7 @@ class Source:
             )
         targets = torch.tensor([classes.index(name) for name in given])[targets]
         data = self.relabelled(targets)
-        dataset = data.dataset if isinstance(data, torch.utils.data.DataLoader) else self.dataset
+        dataset = data.dataset if isinstance(data, DataLoader) else self.dataset
         return replace(self, data=data, dataset=dataset, targets=targets, classes=classes)
 
     def with_real_targets(self) -> Source:
@@ -90,7 +77,7 @@ class Source:
         return replace(self, data=(data[0], whole.float()), targets=whole.float())
 
     def check_ordered(self) -> None:
-        """Refuse data without an order, in which an input's number means nothing."""
+        """Refuse data without an order, in which an input's index means nothing."""
         if not self.ordered:
             raise DataError(
                 "--data: expected inputs in the same order on every pass, got a DataLoader that "
@@ -98,7 +85,7 @@ class Source:
             )
 
     def inputs(self, signature: Signature) -> Any:
-        """Return all inputs with access by number: the dataset, or one pass kept in memory."""
+        """Return all inputs by their indices: the dataset, or one pass kept in memory."""
         if self.dataset is not None:
             return self.dataset
         parts = [batch.inputs for batch in self.batches(signature)]
@@ -113,24 +100,9 @@ class Source:
         parts = [targets for targets in found if targets is not None]
         return torch.cat(parts) if parts else None
 
-    def name(self, number: int) -> str:
-        """Return the name of an input, or its number."""
-        return str(number) if self.names is None else self.names[number]
-
-
-def batch_of(raw: Any, signature: Signature) -> Batch:
-    """Return a raw batch as inputs and, where it has them, targets."""
-    found = None
-    if isinstance(raw, Mapping):
-        key = label_key(raw)
-        found = None if key is None or key in (signature.names or ()) else raw[key]
-    elif isinstance(raw, tuple | list) and (
-        len(raw) == signature.count + 1 or (len(raw) == 2 and not isinstance(raw[0], Tensor))
-    ):
-        found = raw[-1]
-    targets = as_tensors(found)
-    inputs = unlabelled(raw, signature).inputs
-    return Batch(inputs, targets if isinstance(targets, Tensor) else None)
+    def name(self, index: int) -> str:
+        """Return the name of an input, or its index."""
+        return str(index) if self.names is None else self.names[index]
 
 
 def fingerprint_of(*parts: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,12 @@ _ESTIMATORS = {
 }
 
 
-Notice = tuple[str, str, str]  # title, text, and its kind: grave, mild or fine
+_MARKS = {
+    "saturated": "that vanishes where the softmax is flat, though the weights scatter the logits. "
+    "Read the moderated probability or the mutual information there.",
+    "impossible": "above √(p(1 − p)), the most that a probability can scatter. Read it as “not "
+    "known”.",
+}
 
 
 def facts(subject: Subject) -> list[tuple[str, str, str]]:
@@ -27,22 +33,16 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     fit, prediction, right = subject.fit, subject.prediction, subject.right
     matrix = next(iter(fit.spectra))
     last = float(fit.pairs_of(matrix).values[-1])
+    over = f"last eigenvalue of the {matrix} over λ: {say(last / fit.level, 2)} times"
     low, high = fit.effective_parameters_interval
+    between = f"in the K pairs; between {say(low)} and {say(high)} of all P"
     found = [
         ("Training examples N", say(fit.num_examples), "that the error bars come from"),
         ("Parameters P", say(fit.num_parameters), "that were fitted"),
         ("Eigenpairs K", say(fit.rank), f"{percent(fit.rank / fit.num_parameters)} of P"),
         ("Estimator", fit.estimator, _ESTIMATORS[fit.estimator]),
-        (
-            "λₖ against λ",
-            f"{say(last)} / {say(fit.level)}",
-            f"last eigenvalue of the {matrix} over λ: {say(last / fit.level, 2)} times",
-        ),
-        (
-            "Effective parameters",
-            say(fit.effective_parameters),
-            f"in the K pairs; between {say(low)} and {say(high)} of all P",
-        ),
+        ("λₖ against λ", f"{say(last)} / {say(fit.level)}", over),
+        ("Effective parameters", say(fit.effective_parameters), between),
         ("Mean bound of the score", percent(mean_bound(prediction)), "how far a score can be off"),
     ]
     if fit.noise is not None:
@@ -66,10 +66,10 @@ def ratio(subject: Subject) -> str | None:
     return say(float(score[~right].mean() / score[right].mean()), 2)
 
 
-def notices(subject: Subject) -> list[Notice]:
+def notices(subject: Subject) -> list[tuple[str, str, str]]:
     """Return the judgement, then notes on the fit and on its predictions, the grave ones first."""
     fit, prediction = subject.fit, subject.prediction
-    found: list[Notice] = []
+    found: list[tuple[str, str, str]] = []  # title, text, and its kind: grave, mild or fine
     fitted = fit.diagnostics.get("fitted_l2")
     if fitted is not None and fitted != fit.l2:
         text = f"The eigenpairs were computed at l2 = {fitted} and moved to {fit.l2}."
@@ -92,20 +92,10 @@ def notices(subject: Subject) -> list[Notice]:
                 "the estimator opg or ggn."
             )
             found.append(("The Hessian's spectrum reaches below λ.", text, "mild"))
-    for title, mark, text in (
-        (
-            "Some error bars vanish.",
-            prediction.saturated,
-            "where the softmax saturates: the weights scatter the logits widely, but its slope is "
-            "nearly 0. Read the moderated probability or the mutual information there.",
-        ),
-        (
-            "Some error bars are impossible.",
-            prediction.impossible,
-            "above √(p(1 − p)), the most that a probability can scatter. Read it as “not known”.",
-        ),
-    ):
+    for name, text in _MARKS.items():
+        mark = getattr(prediction, name)
         if mark is not None and bool(mark.any()):
+            title = f"Some error bars are {name}."
             count = f"{int(mark.sum()):,} of {len(subject):,} inputs have an error bar "
             found.append((title, count + text, "mild"))
     judged = prediction.judgement
@@ -151,16 +141,19 @@ def rows_of(
     p, right = subject.prediction[at], subject.right
     targets = None if subject.targets is None else subject.targets[at]
     notes = marks_of(p)
+    numbers = {
+        "score": p.score,
+        "low": p.score_low,
+        "high": p.score_high,
+        "bound": (p.score_error / p.score).nan_to_num(0.0),
+        "information": p.mutual_information,
+        "entropy": p.entropy,
+    }
     data: dict[str, Any] = {
         "index": indices,
         "name": [subject.names[i] for i in indices],
-        "score": short(p.score),
-        "low": short(p.score_low),
-        "high": short(p.score_high),
-        "bound": short((p.score_error / p.score).nan_to_num(0.0)),
+        **{key: short(value) for key, value in numbers.items() if value is not None},
         "settled": settling,
-        "information": None if p.mutual_information is None else short(p.mutual_information),
-        "entropy": None if p.entropy is None else short(p.entropy),
         "picture": images,
         "text": texts,
         "note": notes if any(notes) else None,
@@ -184,13 +177,11 @@ def _labels(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str
         }
     if subject.kind == "bernoulli":
         assert p.label is not None
+        names = np.array(subject.classes, dtype=object)
         label, target = (
             None
             if rows is None
-            else [
-                ", ".join(subject.classes[c] for c in row.nonzero()[:, 0].tolist()) or "none"
-                for row in rows
-            ]
+            else [", ".join(names[row]) or "none" for row in rows.bool().numpy()]
             for rows in (p.label, targets)
         )
         return {"label": label, "target": target}
@@ -201,7 +192,7 @@ def _labels(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str
 def _outputs(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str, Any]:
     """Return means with their error bars and these ones' bounds, (n, k) each, and which outputs.
 
-    All of up to 16; of more the ten that come first, the most probable one at the start.
+    All of up to 16; of more the ten most probable, or the least certain of a regression.
     """
     found = {name: getattr(p, name) for name in ("mean", "std", "std_low", "std_high")}
     which = p.classes

@@ -17,17 +17,15 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.batches import (
+from deltabars.problem.data import (
     Batch,
     as_tensors,
+    batch_of,
     collated,
     is_fixed,
     iterate,
-    label_key,
-    labelled,
-    unlabelled,
+    leaves,
 )
-from deltabars.problem.inputs import leaves
 from deltabars.report.page.subject import short
 from deltabars.runtime.progress import Progress
 
@@ -40,28 +38,19 @@ _SMALLEST, _LARGEST = 48, 160  # the longest side of a picture that has to shrin
 
 @dataclass(frozen=True)
 class Source:
-    """B inputs that can be read by their indices: tensors, or a map-style dataset.
+    """B inputs that can be read by their indices: tensors, or a map-style dataset."""
 
-    Attributes:
-        data: the tensors (a Batch), or the dataset.
-        fit: whose network takes them, which tells targets from inputs.
-    """
-
-    data: Any
-    fit: DeltaFit
+    data: Any  # the tensors (a Batch), or the dataset
+    fit: DeltaFit  # whose network takes them, which tells targets from inputs
 
     @classmethod
     def of(cls, inputs: Any, fit: DeltaFit) -> Source:
-        """Check the inputs of `save_report`.
-
-        Raises:
-            DataError: there are none, or they cannot be read by their indices.
-        """
+        """Check the inputs of `save_report`."""
         if hasattr(inputs, "__len__") and len(inputs) == 0:
             raise DataError("inputs: expected at least one, got none.")
         inputs = as_tensors(inputs)
         if is_fixed(inputs):
-            return cls(_split(inputs, fit), fit)
+            return cls(batch_of(inputs, fit.signature), fit)
         odd = isinstance(inputs, DataLoader | IterableDataset | str | bytes | tuple | list)
         if odd or not (hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")):
             raise DataError(
@@ -79,7 +68,7 @@ class Source:
             return self.data.rows(torch.as_tensor(indices))
         rows = Subset(self.data, indices)
         (raw,) = DataLoader(rows, batch_size=len(indices), collate_fn=collated)
-        return _split(raw, self.fit)
+        return batch_of(raw, self.fit.signature)
 
     def targets(self) -> Tensor | None:
         """Read the targets, if there are any. Cost: a pass over a dataset of pairs."""
@@ -87,30 +76,14 @@ class Source:
             return self.data.targets
         if self.read([0]).targets is None:
             return None
-        parts = [_split(raw, self.fit).targets for raw in iterate(self.data, _READ_SIZE)]
-        return torch.cat([part for part in parts if part is not None])
-
-
-def _split(raw: Any, fit: DeltaFit) -> Batch:
-    """Split off the targets where there is one tensor more than the network takes."""
-    if isinstance(raw, Mapping):
-        has_targets = label_key(raw) not in (None, *(fit.signature.names or ()))
-    else:
-        several = isinstance(raw, tuple | list)
-        nested = several and len(raw) == 2 and not isinstance(raw[0], Tensor)
-        has_targets = several and (nested or len(raw) == fit.signature.count + 1)
-    targets = labelled(raw).targets if has_targets else None
-    return Batch(unlabelled(raw, fit.signature).inputs, targets)
+        batches = (batch_of(raw, self.fit.signature) for raw in iterate(self.data, _READ_SIZE))
+        return torch.cat([each.targets for each in batches if each.targets is not None])
 
 
 def texts_of(
     inputs: Any, given: Sequence[str] | None, indices: Sequence[int], count: int
 ) -> list[str]:
-    """Return the texts of some inputs; an empty list where they are no texts.
-
-    Raises:
-        BadValueError: there are not as many texts as inputs.
-    """
+    """Return the texts of some inputs; an empty list where they are no texts."""
     if given is not None:
         if len(given) != count:
             raise BadValueError(f"texts: expected {count} texts, got {len(given)}.")
@@ -141,18 +114,17 @@ def _pictures(batch: Batch, indices: list[int], pictures: Pictures | None, side:
                     f"pictures: expected an array (H, W) or (H, W, 3) of uint8 for input {index}, "
                     f"got {array.dtype} {array.shape}."
                 )
-        return [picture_address(array, side) for array in arrays]
+        return [_address(array, side) for array in arrays]
     found = [leaf for leaf in leaves(batch.inputs) if _looks_like_images(leaf)]
     if len(found) != 1:
         return []
-    images = found[0].detach().cpu()
-    images = images.movedim(1, -1) if images.ndim == 4 else images
+    images = found[0].detach().cpu().movedim(1, -1) if found[0].ndim == 4 else found[0].cpu()
     if images.dtype != torch.uint8:
         pixels = images.float().flatten(1)
         low, high = pixels.amin(1, keepdim=True), pixels.amax(1, keepdim=True)
         scaled = (pixels - low) * (255 / (high - low)).nan_to_num(0.0, posinf=0.0)
         images = scaled.round().to(torch.uint8).view(images.shape)
-    return [picture_address(image, side) for image in images.numpy()]
+    return [_address(image, side) for image in images.numpy()]
 
 
 def _looks_like_images(leaf: Tensor) -> bool:
@@ -161,11 +133,8 @@ def _looks_like_images(leaf: Tensor) -> bool:
     return numbers and channels and min(leaf.shape[-2:]) >= 4
 
 
-def picture_address(pixels: np.ndarray, side: int) -> str:
-    """Return bytes (H, W), (H, W, 1) or (H, W, 3) as the data address of a PNG file.
-
-    It is averaged down until its longest side is `side`.
-    """
+def _address(pixels: np.ndarray, side: int) -> str:
+    """Return bytes (H, W, …) as the data address of a PNG file, made smaller than `side`."""
     from PIL import Image
 
     image = Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
@@ -191,54 +160,49 @@ def settle(
     source: Source,
     prediction: Prediction,
     asked: Mapping[str, Any],
-    indices: Sequence[int],
+    indices: list[int],
     ranks: list[int],
     pictures: Pictures | None,
     progress: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Predict some inputs at several ranks; return their scores and their pictures, if any.
 
-    The scores (n, R) come with the ends of their intervals. `asked` are the arguments that the
-    prediction was made with. Inputs are read once, in chunks.
+    The scores (n, R) come with the ends of their intervals; with all pairs they have to be those of
+    `prediction`, which was made with the arguments `asked`. Inputs are read once, in chunks.
 
     Cost: a prediction of these inputs for each rank.
-
-    Raises:
-        BadValueError: the scores with all pairs are not those of `prediction`.
     """
     fit = source.fit
     how = {**asked, "classes": _asked_classes(prediction), "moderation": None, "progress": False}
     last = how.pop("rank", fit.rank)
-    scores = [torch.empty(3, 0, len(ranks))]
-    images: list[str] = []
+    scores, images = torch.empty(3, len(indices), len(ranks)), []
     side = int(min(_LARGEST, max(_SMALLEST, (_PIXELS / max(len(indices), 1)) ** 0.5)))
     with Progress("Report", len(indices), "input", progress) as bar:
         for start in range(0, len(indices), _READ_SIZE):
-            chosen = list(indices[start : start + _READ_SIZE])
+            chosen = indices[start : start + _READ_SIZE]
             batch = source.read(chosen)
-            found = [fit.predict(batch.inputs, rank=k, **how) for k in ranks]
-            at_ranks = [torch.stack([p.score, p.score_low, p.score_high]).cpu() for p in found]
-            scores += [torch.stack(at_ranks, -1)] if at_ranks else []  # (3, chunk, R)
+            for place, k in enumerate(ranks):
+                found = fit.predict(batch.inputs, rank=k, **how)
+                at_rank = torch.stack([found.score, found.score_low, found.score_high])
+                scores[:, start : start + len(chosen), place] = at_rank
             images += _pictures(batch, chosen, pictures, side)
             bar.show(start + len(chosen))
-    whole = torch.cat(scores, 1) if ranks else torch.empty(3, len(indices), 0)
     if last in ranks:
-        told = prediction.score[torch.as_tensor(indices)]
-        off = (whole[0, :, ranks.index(last)] - told).abs() > _AGREE * told.abs() + 1e-9
+        known = prediction.score[torch.as_tensor(indices)]
+        off = (scores[0, :, ranks.index(last)] - known).abs() > _AGREE * known.abs() + 1e-9
         if bool(off.any()):
             raise BadValueError(
                 f"prediction: expected fit.predict(inputs) of these inputs, got {int(off.sum())} "
                 f"of {len(off)} scores that differ from the fit's own. Give the prediction in the "
                 "order of the inputs, with asked= if fit.predict had arguments, or none."
             )
-    score, low, high = map(short, whole)
+    score, low, high = map(short, scores)
     return {"ranks": ranks, "score": score, "low": low, "high": high}, images
 
 
 def _asked_classes(prediction: Prediction) -> Any:
     """Return what `classes=` the prediction was made with."""
     chosen = prediction.classes
-    if chosen is None:
-        return None
-    fixed = bool((chosen == chosen[0]).all()) and len(chosen) > 1
-    return chosen[0].tolist() if fixed else f"top{chosen.shape[1]}"
+    if chosen is None or (len(chosen) > 1 and bool((chosen == chosen[0]).all())):
+        return None if chosen is None else chosen[0].tolist()
+    return f"top{chosen.shape[1]}"

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.covariance.tail import Tail
-from deltabars.prediction.metrics import RiskCoverage, expected_calibration_error, risk_coverage
+from deltabars.covariance.base import Tail
+from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from deltabars.report.page.subject import Subject, percent, say, short
 from deltabars.report.style import smooth_curve
 
@@ -25,7 +25,19 @@ _WORST_PAIRS = 15
 Plot = dict[str, Any]
 
 
-def spectrum_plot(subject: Subject) -> Plot:
+def plots_of(subject: Subject, rows: list[int]) -> dict[str, Plot]:
+    """Return the plots of a page by name, those that there are, given the indices of its rows."""
+    plots = {
+        "spectrum": _spectrum(subject),
+        "uncertainty": _uncertainty(subject, rows),
+        "scores": _scores(subject),
+        "risk": _risk(subject),
+        "calibration": _calibration(subject),
+    }
+    return {name: plot for name, plot in plots.items() if plot is not None}
+
+
+def _spectrum(subject: Subject) -> Plot:
     """Return the eigenvalues of each matrix, and what stands in for the rest."""
     fit = subject.fit
     level, size = fit.level, fit.num_parameters
@@ -45,15 +57,11 @@ def spectrum_plot(subject: Subject) -> Plot:
             entry["smallest"] = short(pairs.smallest[:_MOST_STEPS].double().abs())
         matrices.append(entry)
         words.append(text + ".")
-    return {
-        "matrices": matrices,
-        "level": short(level),
-        "parameters": size,
-        "summary": " ".join(words),
-    }
+    summary = " ".join(words)
+    return {"matrices": matrices, "level": short(level), "parameters": size, "summary": summary}
 
 
-def uncertainty_plot(subject: Subject, rows: list[int]) -> Plot:
+def _uncertainty(subject: Subject, rows: list[int]) -> Plot:
     """Return std against probability (or the predicted number), with smoothed curves.
 
     Points are those of the predicted class of an input; of several answers, all of them. All wrong
@@ -93,19 +101,15 @@ def uncertainty_plot(subject: Subject, rows: list[int]) -> Plot:
             plot["curves"].append({"kind": kind, "x": short(grid), "y": short(curve)})
             mean = say(float(y[these].mean()))
             words.append(f"{int(these.sum()):,} {kind} ones have a mean error bar of {mean}")
-    if right is None:
-        plot["summary"] = (
-            f"Error bars of {len(x):,} predictions: half of them are below "
-            f"{say(float(y.median()))}, the largest is {say(float(y.max()))}."
-        )
-        return plot
-    return plot | {
-        "right": right[shown].int().tolist(),
-        "summary": f"Of {len(x):,} predictions, {' and '.join(words)}.",
-    }
+    plot["summary"] = f"Of {len(x):,} predictions, {' and '.join(words)}."
+    if right is not None:
+        return plot | {"right": right[shown].int().tolist()}
+    half, most = say(float(y.median())), say(float(y.max()))
+    ends = f"half of them are below {half}, the largest is {most}"
+    return plot | {"summary": f"Error bars of {len(x):,} predictions: {ends}."}
 
 
-def risk_plot(subject: Subject) -> Plot | None:
+def _risk(subject: Subject) -> Plot | None:
     """Return risk against coverage by each number that orders the inputs; None without targets."""
     if subject.right is None:
         return None
@@ -115,22 +119,15 @@ def risk_plot(subject: Subject) -> Plot | None:
         orders["probability"] = ("1 − probability", 1 - prediction.mean.double().amax(1))
     orders["information"] = ("mutual information", prediction.mutual_information)
     orders["ideal"] = ("best possible", wrong.double())
-    curves = []
+    curves, shares = [], (0.8, 0.9, 1.0)
+    kept = np.linspace(0, len(wrong) - 1, min(len(wrong), _MOST_STEPS)).round().astype(int)
     for key, (name, score) in orders.items():
         if score is not None:
             found = risk_coverage(score, wrong)
-            steps = np.linspace(0, len(wrong) - 1, min(len(wrong), _MOST_STEPS))
-            kept = np.unique(steps.round().astype(int))
-            curves.append(
-                {
-                    "key": key,
-                    "name": name,
-                    "area": short(found.area),
-                    "at": short([_risk_at(found, share) for share in (0.8, 0.9, 1.0)]),
-                    "coverage": short(found.coverage[kept]),
-                    "risk": short(found.risk[kept]),
-                }
-            )
+            at = [found.risk[max(0, round(share * len(wrong)) - 1)] for share in shares]
+            curve = {"coverage": short(found.coverage[kept]), "risk": short(found.risk[kept])}
+            area = short(found.area)
+            curves.append({"key": key, "name": name, "area": area, "at": short(at), **curve})
     rate, by_score = float(wrong.double().mean()), curves[0]
     summary = (
         f"Answering all inputs, {percent(rate)} are wrong. Answering the "
@@ -141,11 +138,7 @@ def risk_plot(subject: Subject) -> Plot | None:
     return {"curves": curves, "rate": short(rate), "summary": summary}
 
 
-def _risk_at(found: RiskCoverage, share: float) -> float:
-    return float(found.risk[max(0, round(share * len(found.risk)) - 1)])
-
-
-def score_histogram(subject: Subject) -> Plot:
+def _scores(subject: Subject) -> Plot:
     """Count how many inputs have which score, in bins that are even on a logarithmic scale."""
     score = subject.prediction.score.double().numpy()
     positive = score[score > 0]
@@ -162,7 +155,7 @@ def score_histogram(subject: Subject) -> Plot:
     }
 
 
-def calibration_plot(subject: Subject) -> Plot | None:
+def _calibration(subject: Subject) -> Plot | None:
     """Return what happened against what was predicted; None where that is not known.
 
     Of classes the share of right predictions against the highest probability, in 15 bins; of
@@ -172,11 +165,9 @@ def calibration_plot(subject: Subject) -> Plot | None:
     if targets is None or prediction.classes is not None or subject.kind == "bernoulli":
         return None
     if subject.kind == "gaussian":
-        shares = []
-        for level in _LEVELS:
-            low, high = prediction.interval(level)
-            inside = (low.double() <= targets) & (targets <= high.double())
-            shares.append(float(inside.double().mean()))
+        ends = [prediction.interval(level) for level in _LEVELS]
+        inside = [(low.double() <= targets) & (targets <= high.double()) for low, high in ends]
+        shares = [float(each.double().mean()) for each in inside]
         nine = percent(shares[_LEVELS.index(0.9)])
         return {
             "x": list(_LEVELS),
@@ -189,9 +180,7 @@ def calibration_plot(subject: Subject) -> Plot | None:
     highest, label = mean.max(1)
     right, count = (label == targets).double(), _RELIABILITY_BINS
     each = (highest * count).long().clamp(max=count - 1)
-    counts, probabilities, rights = (
-        torch.bincount(each, weight, count) for weight in (None, highest, right)
-    )
+    counts, probabilities, rights = (torch.bincount(each, w, count) for w in (None, highest, right))
     used = counts > 0
     error = expected_calibration_error(mean, targets, count)
     return {
@@ -243,9 +232,9 @@ def class_tables(subject: Subject) -> list[Plot]:
     wrong = label != targets
     found, counts = (targets * count + label)[wrong].unique(return_counts=True)
     rows = [
-        [names[int(found[i]) // count], names[int(found[i]) % count], f"{int(counts[i]):,}"]
-        for i in counts.argsort(descending=True, stable=True)[:_WORST_PAIRS]
-    ]
+        [names[pair // count], names[pair % count], f"{-number:,}"]
+        for number, pair in sorted(zip((-counts).tolist(), found.tolist(), strict=True))
+    ][:_WORST_PAIRS]
     head = ["Target", "Predicted", "Inputs"]
     worst = {"caption": "The most frequent confusions", "head": head, "rows": rows, "texts": 2}
     return [*tables, worst] if rows else tables

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from deltabars.errors import BadValueError
-from deltabars.fitting.describe import evidence_of
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
 
@@ -54,19 +53,13 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """A fit and its predictions of B inputs, on the CPU.
-
-    Attributes:
-        targets: class numbers (B,); of Bernoulli 0 or 1 (B, C); of Gaussian numbers (B, C).
-        classes: the names of the C outputs.
-        names: the names of the B inputs.
-    """
+    """A fit and its predictions of B inputs, on the CPU."""
 
     fit: DeltaFit
     prediction: Prediction
-    targets: Tensor | None
-    classes: Sequence[str]
-    names: Sequence[str]
+    targets: Tensor | None  # class numbers (B,); Bernoulli: 0 or 1, Gaussian: numbers (B, C)
+    classes: Sequence[str]  # the names of the C outputs
+    names: Sequence[str]  # of the B inputs
 
     @property
     def kind(self) -> str:
@@ -109,24 +102,18 @@ def check_subject(
             "space='probability'."
         )
     if prediction.judgement is None:
-        prediction = prediction.judged_by(
-            evidence_of(fit, asked.get("rank", fit.rank), asked.get("estimator", fit.estimator))
-        )
-    return Subject(
-        fit,
-        prediction,
-        None if targets is None else _check_targets(fit, count, targets),
-        _check_names("classes", classes, fit.num_outputs, "output " if numbers else ""),
-        _check_names("names", names, count, "input "),
-    )
+        used = {"rank": fit.rank, "estimator": fit.estimator, **asked}
+        prediction = prediction.judged_by(fit.evidence(used["rank"], used["estimator"]))
+    known = None if targets is None else _check_targets(fit, count, targets)
+    outputs = _check_names("classes", classes, fit.num_outputs, "output " if numbers else "")
+    return Subject(fit, prediction, known, outputs, _check_names("names", names, count, "input "))
 
 
 def _check_names(what: str, given: Sequence[str] | None, count: int, prefix: str) -> list[str]:
-    if given is None:
-        return [f"{prefix}{k}" for k in range(count)]
-    if len(given) != count:
-        raise BadValueError(f"{what}: expected {count} names, got {len(given)}.")
-    return [str(name) for name in given]
+    names = [f"{prefix}{k}" for k in range(count)] if given is None else list(map(str, given))
+    if len(names) != count:
+        raise BadValueError(f"{what}: expected {count} names, got {len(names)}.")
+    return names
 
 
 def _check_targets(fit: DeltaFit, count: int, targets: Any) -> Tensor:
@@ -144,10 +131,8 @@ def _check_targets(fit: DeltaFit, count: int, targets: Any) -> Tensor:
     whole = given.long()
     odd = (whole != given) | (whole < 0) | (whole >= top)
     if bool(odd.any()):
-        raise BadValueError(
-            f"targets: expected whole numbers from 0 to {top - 1}, got others, such as "
-            f"{given[odd][0].item()}."
-        )
+        got = f"others, such as {given[odd][0].item()}"
+        raise BadValueError(f"targets: expected whole numbers from 0 to {top - 1}, got {got}.")
     return whole
 
 
@@ -157,19 +142,18 @@ _MOST_CLASSES = 24
 
 @dataclass(frozen=True)
 class Shelf:
-    """A class of the gallery: the indices of its most and of its least certain inputs."""
+    """A class of the gallery: the indices of its most and its least certain inputs, in order."""
 
     label: int
     count: int  # inputs of this predicted class
-    most: list[int]  # the most certain one first
-    least: list[int]  # the least certain one first
+    most: list[int]
+    least: list[int]
 
 
 def choose_shelves(subject: Subject, rows: int) -> list[Shelf]:
-    """Choose the gallery: by predicted class, in the order of the classes.
+    """Choose the gallery: by predicted class, in the order of the classes; empty but for those.
 
-    Of more than 24 classes, those that were predicted most often, and no more than fill the page's
-    rows. Empty but for categories.
+    Of more than 24, those that were predicted most often, and no more than fill the page's rows.
     """
     if subject.kind != "categorical" or subject.prediction.label is None:
         return []
@@ -198,8 +182,7 @@ def choose_rows(subject: Subject, rows: int, shelves: list[Shelf]) -> list[int]:
         return list(range(len(subject)))
     order = np.argsort(-subject.prediction.score.double().numpy(), kind="stable").tolist()
     first = [index for shelf in shelves for index in (*shelf.most, *shelf.least)]
-    kept = list(dict.fromkeys([*first, *order[: rows // 2]]))[:rows]
-    taken = set(kept)
-    rest = [index for index in order if index not in taken]
+    kept = dict.fromkeys([*dict.fromkeys([*first, *order[: rows // 2]])][:rows])
+    rest = [index for index in order if index not in kept]
     even = np.linspace(0, len(rest) - 1, rows - len(kept)).round().astype(int)
-    return sorted([*kept, *(rest[i] for i in dict.fromkeys(even.tolist()))])
+    return sorted({*kept, *(rest[i] for i in even)})
