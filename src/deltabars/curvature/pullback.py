@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -285,9 +286,8 @@ class Pullback:
 
         def rows(outputs: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(0)
-            return torch.randn((_EXAMPLES, _ROWS, outputs.shape[1]), generator=generator).to(
-                outputs
-            )
+            drawn = torch.randn(_EXAMPLES, _ROWS, outputs.shape[1], generator=generator)
+            return drawn.to(outputs)
 
         names, rest = tuple(self.network.trained), set[str]()
         try:
@@ -350,26 +350,19 @@ class Pullback:
             for name, value in self.network.trained.items()
         }
         chosen = [trained[name] for name in names]
-        sizes = {name: value.numel() for name, value in trained.items() if name in names}
-        rows = {name: back.new_zeros(*back.shape[:2], sizes[name]) for name in names}
-
-        def rows_from(low: int) -> Inputs:
-            return map_leaves(lambda leaf: leaf[low : low + together], inputs)
-
+        rows = {name: back.new_zeros(*back.shape[:2], trained[name].numel()) for name in names}
+        derive = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
         for low in range(0, len(back), together):
+            some = slice(low, low + together)
             with torch.enable_grad():
-                outputs = self.network.outputs(trained, rows_from(low))
-                products = outputs.unsqueeze(1) * back[low : low + together]
-                totals = products.sum(2).flatten().unbind()  # B·R
+                outputs = self.network.outputs(trained, map_leaves(itemgetter(some), inputs))
+                totals = (outputs.unsqueeze(1) * back[some]).sum(2).flatten().unbind()  # B·R
             if not outputs.requires_grad:
                 continue
             places = product(range(low, low + len(outputs)), range(back.shape[1]))
-            for (n, r), total in zip(places, totals, strict=True):
-                parts = torch.autograd.grad(
-                    total, chosen, retain_graph=True, materialize_grads=True
-                )
-                for name, part in zip(names, parts, strict=True):
-                    rows[name][n, r] = part.flatten()
+            for place, total in zip(places, totals, strict=True):
+                for name, part in zip(names, derive(total, chosen), strict=True):
+                    rows[name][place] = part.flatten()
         return rows
 
     def _leave_vmap(self, names: tuple[str, ...], reason: str) -> None:
@@ -465,30 +458,22 @@ def read_graph(outputs: Tensor, ends: Collection[Node]) -> tuple[set[int], bool]
         an example are known to arrive in its own row.
     """
     found, leading, apart = set(), set(ends), True
-    for node in _in_order(outputs.grad_fn):
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.add(id(node.variable))
-        ways = [n for n, (after, _) in enumerate(node.next_functions) if after in leading]
-        if ways:
-            leading.add(node)
-            apart = apart and (len(outputs) == 1 or _keeps_apart(node, ways, len(outputs)))
-    return found, apart
-
-
-def _in_order(last: Node | None) -> list[Any]:
-    """Return all nodes that lead to one, each of them after those before it."""
-    found: list[Any] = []
-    seen: set[Node] = set()
-    waiting = [] if last is None else [(last, False)]
+    seen: set[Node | None] = {None}
+    waiting: list[tuple[Any, bool]] = [(outputs.grad_fn, False)]
     while waiting:
-        node, done = waiting.pop()
-        if done:
-            found.append(node)
+        node, is_ready = waiting.pop()
+        if is_ready:  # all nodes before it have been read
+            if node.name() == "torch::autograd::AccumulateGrad":
+                found.add(id(node.variable))
+            ways = [n for n, (after, _) in enumerate(node.next_functions) if after in leading]
+            if ways:
+                leading.add(node)
+                apart = apart and (len(outputs) == 1 or _keeps_apart(node, ways, len(outputs)))
         elif node not in seen:
             seen.add(node)
             waiting.append((node, True))
-            waiting += [(after, False) for after, _ in node.next_functions if after is not None]
-    return found
+            waiting += [(after, False) for after, _ in node.next_functions]
+    return found, apart
 
 
 def _keeps_apart(node: Any, ways: list[int], batch: int) -> bool:

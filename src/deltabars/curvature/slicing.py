@@ -123,9 +123,15 @@ class Sliced(TorchFunctionMode):
         """Compute the kept rows of a layer from the kept columns of its inputs."""
         dim = _CHANNELS.get(func)
         kept = self._slices.get(id(args[1])) if dim and len(args) > 1 else None
-        if kept is None or dim is None or not _is_plain(func, args):
+        if kept is None or dim is None:
             return None
         inputs, weight, *rest = args
+        if func is F.linear:
+            is_plain = inputs.ndim >= 2 and weight.ndim == 2
+        else:  # without groups, and with examples
+            is_plain = inputs.ndim == weight.ndim == 4 and inputs.shape[1] == weight.shape[1]
+        if not is_plain:
+            return None
         rows, columns = kept
         known = self._known.get(id(inputs))
         if known is not None and known[1].dim == dim % inputs.ndim:
@@ -171,11 +177,3 @@ def _select(tensor: Tensor, dim: int, indices: Indices | list[int]) -> Tensor:
     if list(indices) == list(range(tensor.shape[dim])):
         return tensor
     return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
-
-
-def _is_plain(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a layer connects all of its inputs (no groups, no missing batch)."""
-    inputs, weight = args[:2]
-    if func is F.linear:
-        return bool(inputs.ndim >= 2 and weight.ndim == 2)
-    return bool(inputs.ndim == weight.ndim == 4 and inputs.shape[1] == weight.shape[1])
