@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -38,19 +38,12 @@ class CurvatureOperator(ABC):
         self.spaces = problem.spaces
 
     def matmat(self, vectors: Tensor) -> Tensor:
-        """Multiply the matrix with each row of `vectors`: (b, P) -> (b, P).
-
-        Cost: one pass over the data.
-        """
-        if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
+        """Multiply the matrix with each row: (b, P) -> (b, P). Cost: one pass over the data."""
+        fits = vectors.ndim == 2 and vectors.shape[1] == self.shape[0]
+        if not fits or vectors.dtype != self.dtype or vectors.device != self.device:
             raise BadValueError(
-                f"Vectors: expected shape (b, {self.shape[0]}), one vector a row, got "
-                f"{tuple(vectors.shape)}."
-            )
-        if vectors.dtype != self.dtype or vectors.device != self.device:
-            raise BadValueError(
-                f"Vectors: expected {self.dtype} on {self.device}, got {vectors.dtype} on "
-                f"{vectors.device}."
+                f"Vectors: expected rows (b, {self.shape[0]}) of {self.dtype} on {self.device}, "
+                f"got {tuple(vectors.shape)} of {vectors.dtype} on {vectors.device}."
             )
         space = self.spaces.whole
         return space.group.gather_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
@@ -102,9 +95,7 @@ class CurvatureOperator(ABC):
             return matmat(column.reshape(-1, 1)).reshape(-1)
 
         kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return linear_operator(
-            shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
-        )
+        return linear_operator(self.shape, matvec, matvec, matmat, kind)
 
 
 class RowOperator(CurvatureOperator):
@@ -115,12 +106,14 @@ class RowOperator(CurvatureOperator):
 
     Attributes:
         factor: the method of the likelihood that gives Bₙᵀ, from outputs and targets.
+        rows_per_example: how many rows of R one example gives.
         num_rows: how many rows R has.
         row_scale, row_shift: what RᵀR is multiplied by, 1/N; what is added to the diagonal, λ.
         keeps_rows: whether R fits the part of the memory budget that it may take, on every process.
     """
 
     factor: ClassVar[str]
+    rows_per_example: int
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -137,11 +130,6 @@ class RowOperator(CurvatureOperator):
         self.keeps_rows = kept <= share(problem.memory_budget, KEPT)
         self._kept: Tensor | None = None
         self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
-
-    @property
-    @abstractmethod
-    def rows_per_example(self) -> int:
-        """How many rows of R one example gives."""
 
     @property
     def kept_bytes(self) -> int:
@@ -172,37 +160,27 @@ class RowOperator(CurvatureOperator):
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 
     def row_blocks(self) -> Iterator[Tensor]:
-        """Yield the rows of the examples of this process, in blocks (n, P), in their order.
-
-        Raises:
-            ModelError: per-example derivatives cannot be had, or are not finite.
-        """
+        """Yield the rows of the examples of this process, in blocks (n, P), in their order."""
         yield from map(self._put_back, self.reached_row_blocks())
 
     def reached_row_blocks(self) -> Iterator[Tensor]:
         """Yield the same in blocks (n, P'), without the columns that are zero."""
         yield from self._blocks(self._kept_rows() if self.problem.group.size == 1 else None)
 
-    def _blocks(self, kept: Tensor | None) -> Iterator[Tensor]:
-        """Yield rows that are kept, or else those of this process, computed again."""
-        if kept is None:
-            yield from self._computed_blocks()
-        else:
-            yield from kept.split(self._chunk_size.value * self.rows_per_example)
+    def _blocks(self, kept: Tensor | None) -> Iterable[Tensor]:
+        """Return rows that are kept, or else those of this process, computed again."""
+        size = self._chunk_size.value * self.rows_per_example
+        return self._computed_blocks() if kept is None else kept.split(size)
 
     def _kept_rows(self) -> Tensor | None:
-        """Return all of R, the own columns (rows, p'); None if it is not kept."""
-        if self._kept is None and self.keeps_rows:
-            self._kept = self._all_rows()
-            self.keeps_rows = self._kept is not None  # there may be no memory for it after all
-        return self._kept
-
-    def _all_rows(self) -> Tensor | None:
-        """Compute R; None where there is no memory for it after all."""
+        """Return all of R, the own columns (rows, p'); None where there is no memory for it."""
+        if self._kept is not None or not self.keeps_rows:
+            return self._kept
         space, done = self.spaces.reached, 0
         size = (self.num_rows, space.width)
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
-        if not all(space.group.gather_objects(kept is not None)) or kept is None:
+        self.keeps_rows = all(space.group.gather_objects(kept is not None))
+        if not self.keeps_rows or kept is None:
             return None
         alone = space.group.size == 1  # then rows are written where they are kept
         blocks = self._computed_blocks(kept if alone else None)
@@ -210,6 +188,7 @@ class RowOperator(CurvatureOperator):
             if not alone:
                 kept[done : done + len(block)] = block
             done += len(block)
+        self._kept = kept
         return kept
 
     def _mean(self, vectors: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from deltabars.runtime.vectors import Spaces
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
-_SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
-_SMALL_ELSEWHERE = 1 << 29
+_SMALL = {"cpu": 1 << 23, "cuda": 1 << 29}  # bytes of activations that leave a device idle
 _WORTH_SLICING = 0.7  # of the parameters that are reached, or fewer: else checks cost more
 _SAME = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative: with slices and without
 # What tracing and rewriting raise on graphs that they do not support.
@@ -58,8 +57,6 @@ class HessianOperator(CurvatureOperator):
         >>> from deltabars.curvature import HessianOperator
         >>> data = torch.eye(4), torch.arange(4)
         >>> hessian = HessianOperator(deltabars.Problem(torch.nn.Linear(4, 4), data, l2=0.1))
-        >>> hessian.shape
-        (20, 20)
         >>> vectors = torch.randn(2, 20)
         >>> torch.allclose(hessian.matmat(vectors), vectors @ hessian.to_dense(), atol=1e-5)
         True
@@ -68,8 +65,10 @@ class HessianOperator(CurvatureOperator):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         _load_forward_derivatives()
-        even = _even_chunk(problem.data.num_here, problem.chunk_size.value)
-        self._chunk_size = problem.chunk_size.at_most(even)
+        count, most = problem.data.num_here, problem.chunk_size.value
+        fewest = -(-count // most)  # chunks; some more, where they are even: one shape, one trace
+        even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
+        self._chunk_size = problem.chunk_size.at_most(next(even, most))
         self._slices: Slices = {}
         self._backward_twice = False  # where forward derivatives cannot be had
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
@@ -88,9 +87,8 @@ class HessianOperator(CurvatureOperator):
         """Leave out the rows and columns of H that are zero, and slice layers, if checks agree.
 
         Parameters without a derivative may still have a second one (those of a unit between weights
-        that are all but zero), so a product with a random vector decides.
-
-        Cost: a product from the start, and two forward passes.
+        that are all but zero), so a product with a random vector decides. Cost: a product from the
+        start, and two forward passes.
         """
         problem, size = self.problem, self.problem.num_parameters
         self.spaces = Spaces.of(size, None, problem.group)
@@ -98,11 +96,9 @@ class HessianOperator(CurvatureOperator):
             return
         vector = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
         vector = vector.to(self.device, self.dtype)
-        exact = torch.zeros_like(vector)
         chunks = problem.chunks(self._chunk_size.value)
-        for part in self._chunk_size.each(chunks, lambda batch: self._untraced(batch, vector)):
-            exact += part
-        exact = problem.group.all_reduce_(exact)
+        parts = self._chunk_size.each(chunks, lambda batch: self._untraced(batch, vector))
+        exact = problem.group.all_reduce_(sum(parts, torch.zeros_like(vector)))
         nonzero = exact[0] != 0
         nonzero[reached] = True
         indices = nonzero.nonzero().squeeze(1)
@@ -130,24 +126,21 @@ class HessianOperator(CurvatureOperator):
             self._forget()
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        whole = self._scaled(self._put_back(vectors))
+        scale, indices = self.problem.network.scale, self.spaces.indices
+        whole = self._put_back(vectors)
+        whole = whole if scale is None else whole * scale
         while True:
             total = attempt(partial(self._pass, whole))
             if total is not None:
-                total = self._scaled(total)
-                indices = self.spaces.indices
+                total = total if scale is None else total * scale
                 return total if indices is None else total.index_select(1, indices)
             self._forget()
             self._room //= 2
             self._chunk_size.halve(min(self._chunk_size.value, self.problem.data.num_here))
 
-    def _scaled(self, vectors: Tensor) -> Tensor:
-        scale = self.problem.network.scale
-        return vectors if scale is None else vectors * scale
-
     def _pass(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
-        small = _SMALL.get(self.device.type, _SMALL_ELSEWHERE)
+        small = _SMALL.get(self.device.type, _SMALL["cuda"])
         for position, batch in enumerate(self.problem.chunks(self._chunk_size.value)):
             product = self._chunk_product(position, batch)
             # One vector where a chunk keeps the device busy; several where calls are what costs.
@@ -170,8 +163,8 @@ class HessianOperator(CurvatureOperator):
         else:
             prepared = part.prepare(fixed)
             size = held_bytes(prepared, [*fixed, *self.problem.network.constants.values()])
-            fits = self._room > 0 and self.kept_bytes + size <= self._room
-            if fits and position == len(self._kept):
+            is_next = position == len(self._kept) and self._room > 0
+            if is_next and self.kept_bytes + size <= self._room:
                 self._kept.append(prepared)
                 self.kept_bytes += size
         return partial(self._apply, partial(part.apply, prepared))
@@ -292,10 +285,7 @@ class HessianOperator(CurvatureOperator):
         return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
 
     def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
-        """Differentiate the gradient of a chunk's loss along tangents.
-
-        The arguments are ω̂, inputs, targets, tangents.
-        """
+        """Differentiate the gradient of a chunk's loss: from ω̂, inputs, targets and tangents."""
         names = self.problem.parameters.names
         count = len(names)
         trained = dict(zip(names, arguments[:count], strict=True))
@@ -310,13 +300,6 @@ class HessianOperator(CurvatureOperator):
 
         derivative = torch.func.jvp(torch.func.grad(loss), (trained,), (tangents,))[1]
         return tuple(derivative[name] for name in names)
-
-
-def _even_chunk(count: int, most: int) -> int:
-    """Return a number near `most` that divides the examples evenly: one shape, one trace."""
-    fewest = -(-count // most)
-    even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
-    return next(even, most)
 
 
 class ConstantWithoutGrad(TorchFunctionMode):

@@ -68,8 +68,7 @@ class LinearPart:
 
     Args:
         function: of tensors alone; without branches on their values.
-        fixed: example arguments that stay the same from product to product.
-        tangents: example arguments that change.
+        fixed, tangents: example arguments; those that stay from product to product come first.
         device: what the graph is rewritten for.
 
     Raises:
@@ -172,11 +171,8 @@ def _check_shapes_are_fixed(graph: Graph) -> None:
             continue
         dynamic = torch.Tag.dynamic_output_shape in target.tags
         if target == torch.ops.aten.index.Tensor:  # dynamic with masks alone
-            indices: Any = node.args[1]
-            dynamic = any(
-                index is not None and kind(index)[1] in (torch.bool, torch.uint8)
-                for index in indices
-            )
+            kinds = [kind(index)[1] for index in node.args[1] if index is not None]
+            dynamic = torch.bool in kinds or torch.uint8 in kinds
         if dynamic or "as_strided" in str(target):
             raise RuntimeError(f"{target} cannot be applied to other values.")
 
@@ -230,10 +226,9 @@ def _cut(traced: GraphModule, num_fixed: int) -> tuple[GraphModule, GraphModule]
 def rewrite(graph: Graph, device: torch.device) -> None:
     """Rewrite a graph in place, for the device that it will run on.
 
-    Two rules, kept for what they measured (see docs/performance.md): sums and products with zeros,
-    and second names of tensors, are left out; on a GPU gradients of convolutions are convolutions
-    with flipped weights and matrix products of patches, as cuDNN's choice in float32 is an FFT,
-    which takes twice as long.
+    Sums and products with zeros, and second names of tensors, are left out. On a GPU gradients of
+    convolutions are convolutions with flipped weights and matrix products of patches: cuDNN's
+    choice in float32 is an FFT, which takes twice as long (see docs/performance.md).
     """
     _leave_out_names(graph)
     _leave_out_zeros(graph)
@@ -319,10 +314,7 @@ def _once(graph: Graph, target: Any, source: Node, *rest: Any) -> Node:
 
 
 def input_gradient(signal: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Transpose a convolution of stride 1, which is the convolution with the flipped weights.
-
-    Signals (B, O, h, w) and a weight (O, I, k, l) give (B, I, H, W).
-    """
+    """Convolve a signal (B, O, h, w) with the flipped weights (O, I, k, l): (B, I, H, W)."""
     flipped = weight.flip(2, 3).transpose(0, 1)
     full = (weight.shape[2] - 1 - padding[0], weight.shape[3] - 1 - padding[1])
     return F.conv2d(signal, flipped, padding=full)

@@ -40,17 +40,11 @@ _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-4}
 
 
 class Part(NamedTuple):
-    """What is kept of a parameter.
+    """What is kept of a parameter."""
 
-    Attributes:
-        place: where among the columns that are kept.
-        numbers: indices of the numbers that are kept, (p,); None for all of them.
-        crossing: rows and columns of a weight (O, I) that cross in these numbers; None if none do.
-    """
-
-    place: slice
-    numbers: Tensor | None = None
-    crossing: tuple[Tensor, Tensor] | None = None
+    place: slice  # among the columns that are kept
+    numbers: Tensor | None = None  # indices of the numbers that are kept, (p,); None for all
+    crossing: tuple[Tensor, Tensor] | None = None  # rows and columns of a weight that they fill
 
 
 def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Part]:
@@ -73,16 +67,13 @@ def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of R rows for each input: R, C, bytes of activations, numbers of rows held whole.
-
-    `layers` has the numbers of each layer, and how many more for each vector of a basis.
-    """
+    """The memory of R rows for each input: R, C, bytes of activations, numbers held whole."""
 
     count: int
     outputs: int
     activations: int
     loose: int
-    layers: tuple[Pair, ...]
+    layers: tuple[Pair, ...]  # the numbers of each, and how many more for each vector of a basis
 
     def largest_layer(self, columns: int) -> int:
         """Return the numbers of the largest layer, for bases of so many vectors together."""
@@ -91,23 +82,14 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Pulled:
-    """R rows of derivatives (B, R, P), in parts.
+    """R rows of derivatives (B, R, P), in parts."""
 
-    Attributes:
-        outputs: of the network, (B, C).
-        back: the cotangents, (R, B, C).
-        layers: factors of the rows by the weights of layers.
-        loose: rows (B, R, ·) by the other parameters.
-        lost: parameters that are not followed; where there are any there are no rows.
-        is_mixed: whether rows are not those of the example of their number.
-    """
-
-    outputs: Tensor
-    back: Tensor
-    layers: dict[str, Factors] = field(default_factory=dict)
-    loose: dict[str, Tensor] = field(default_factory=dict)
-    lost: Collection[str] = ()
-    is_mixed: bool = False
+    outputs: Tensor  # of the network, (B, C)
+    back: Tensor  # the cotangents, (R, B, C)
+    layers: dict[str, Factors] = field(default_factory=dict)  # of rows by the weights of layers
+    loose: dict[str, Tensor] = field(default_factory=dict)  # rows (B, R, ·) by other parameters
+    lost: Collection[str] = ()  # parameters that are not followed; any means no rows
+    is_mixed: bool = False  # whether rows are not those of the example of their number
 
 
 class Pullback:
@@ -158,17 +140,10 @@ class Pullback:
         return out
 
     def pull(self, inputs: Inputs, cotangents: Cotangents, *, again: bool = False) -> Pulled:
-        """Return the rows in parts.
+        """Return the rows in parts; `again` for inputs that have been through the checks before.
 
         Cost: R backward passes without weights, one more for some models; and a forward pass and R
         backward passes of single examples where some parameters cannot be followed.
-
-        Args:
-            inputs, cotangents: of the network.
-            again: whether these inputs have been through the checks before.
-
-        Raises:
-            ModelError: the outputs for one example depend on the rest of the batch.
         """
         shape = tuple(leaf.shape[1:] for leaf in leaves(inputs))
         if shape not in self._rests:
@@ -222,7 +197,9 @@ class Pullback:
         found, keeps_apart = read_graph(outputs, {edge.node for edge in edges})
         back = cotangents(outputs.detach()).transpose(0, 1)
         lost = {name for name in names if id(trained[name]) in found}
-        lost |= {use.name for use in uses if use.is_changed}
+        lost |= {
+            use.name for use in uses if use.seen is not None and use.seen._version != use.version
+        }
         if lost or not names:
             return Pulled(outputs.detach(), back, lost=sorted(lost))
         marks = None if again or keeps_apart else _Marks.of(back)
@@ -242,8 +219,12 @@ class Pullback:
         pulled = Pulled(outputs.detach(), back)
         for name, parts in found_rows.items():
             factors = [part for part in parts if isinstance(part, Factors)]
-            if factors and len(factors) == len(parts):
-                pulled.layers[name] = Factors.joined(factors)
+            if factors and len(factors) == len(parts):  # a sum over calls is one over positions
+                pulled.layers[name] = factors[0]
+                if len(factors) > 1:
+                    activations = torch.cat([each.activations for each in factors], 1)
+                    signals = torch.cat([each.signals for each in factors], 3)
+                    pulled.layers[name] = Factors(activations, signals)
                 continue
             loose = [part.weight_rows() if isinstance(part, Factors) else part for part in parts]
             size = len(outputs), len(back), trained[name].numel()
@@ -302,10 +283,10 @@ class Pullback:
         followed = {name: factors.weight_rows() for name, factors in pulled.layers.items()}
         right = _agreeing(followed | pulled.loose, exact)
         missing = tuple(name for name in names if name not in right)
-        if not missing or not self._examples_together:
-            return missing
-        if _agreeing(self._single_rows(few, back, missing), exact) != {*missing}:
-            self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
+        if missing and self._examples_together:
+            singly = self._single_rows(few, back, missing)
+            if _agreeing(singly, exact) != {*missing}:
+                self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
         return missing
 
     def _single_rows(
@@ -422,13 +403,12 @@ class _Marks(NamedTuple):
 
 
 # Operations, by their names in the graph, that work on every example by itself if the first
-# dimension counts examples in what they take and give, and is none that they go along:
-# those with dimensions that they go along;
+# dimension counts examples in what they take and give, and is none that they go along.
 _ALONG = {
     "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean",
     "Select", "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
 }  # fmt: skip
-# those without;
+# The same, without dimensions that they go along.
 _APART = {
     "Abs", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "AvgPool2D", "Bmm", "Celu",
     "Clamp", "Clone", "Convolution", "Cos", "Div", "Elu", "Erf", "Exp", "Expand", "Expm1",
@@ -439,7 +419,7 @@ _APART = {
     "ScaledDotProductFlashAttentionForCpu", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
     "Tanh", "Threshold", "ToCopy", "Where",
 }  # fmt: skip
-# those in which the numbers of an example stay next to each other.
+# Operations in which the numbers of an example stay next to each other.
 _RESHAPES = {"ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"}
 # Operations with inputs that all examples share, and the index of the one that they do not.
 _NOT_SHARED = {"Addmm": 1, "Convolution": 0, "Linear": 0, "Mm": 0, "NativeBatchNorm": 0,
@@ -449,13 +429,8 @@ _NOT_SHARED = {"Addmm": 1, "Convolution": 0, "Linear": 0, "Mm": 0, "NativeBatchN
 def read_graph(outputs: Tensor, ends: Collection[Node]) -> tuple[set[int], bool]:
     """Read the graph of derivatives of outputs (B, C), at some microseconds a node.
 
-    Args:
-        outputs: of a forward pass.
-        ends: nodes that cotangents are to arrive at.
-
-    Returns:
-        The identities of the tensors that the outputs are derived from; and whether cotangents of
-        an example are known to arrive in its own row.
+    Returns the identities of the tensors that the outputs are derived from; and whether cotangents
+    of an example are known to arrive in its own row, at the nodes `ends`.
     """
     found, leading, apart = set(), set(ends), True
     seen: set[Node | None] = {None}
