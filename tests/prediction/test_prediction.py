@@ -96,12 +96,11 @@ def test_orders(out):
 
 
 def test_orders_that_are_refused(out):
-    numbers = dataclasses.replace(out, label=None, total_std=out.std, entropy=None)
+    numbers = dataclasses.replace(out, label=None, total_std=out.std)
     for prediction, options, said in (
         (out, {"by": "taste"}, "by: expected one of"),
         (out, {"by": "target"}, "class numbers as targets"),
         (out, {"wrong": True}, "data with targets"),
-        (numbers, {"by": "entropy"}, "a prediction with entropy"),
         (numbers, {"by": "probability"}, "expected 'score' for a regression"),
     ):
         with pytest.raises(BadValueError, match=said):

@@ -16,12 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    MissingDependencyError,
-    StorageError,
-)
+from deltabars.errors import BadValueError, DataError, MissingDependencyError, StorageError
 from deltabars.integrations.convergence import train_to_convergence
 from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from deltabars.report.page import save_report
