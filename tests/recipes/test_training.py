@@ -111,18 +111,9 @@ def test_initial_weights(recipe, size):
         assert abs(float(value.std()) - 1) < 5 / (2 * n) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"schedule": ((2, 1e-3),)}, "rates from step 0 on"),
-        ({"schedule": ((0, 1e-3), (2, 1e-4), (1, 1e-5))}, "in their order"),
-        ({"steps": 0}, "one step or more"),
-        ({"rows": torch.zeros(2, 130, dtype=torch.long)}, r"rows: expected \(1, 130\)"),
-    ],
-)
-def test_refusals(options, match):
-    with pytest.raises(BadValueError, match=match):
-        trained([0], make_data(), **options)
+def test_schedules_out_of_order_are_refused():
+    with pytest.raises(BadValueError, match="in their order"):
+        trained([0], make_data(), schedule=((0, 1e-3), (2, 1e-4), (1, 1e-5)))
 
 
 # On a GPU five steps are taken before one is recorded and replayed.
