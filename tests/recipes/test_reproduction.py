@@ -74,15 +74,6 @@ class TestAgain:
         assert (quick_run.out / "results.json").read_bytes() == before
         assert printed == quick_run.done.stdout
 
-    def test_another_run_is_refused(self, quick_run, capsys):
-        where = ("--data", quick_run.data, "--out", quick_run.out)
-        before = (quick_run.out / "results.json").read_bytes()
-        assert run("mnist", *where, *QUICK, "--quiet", "--rank", 4) == 1
-        line = only_line(capsys)
-        assert "with rank 5 and not 4" in line
-        assert "--fresh" in line
-        assert (quick_run.out / "results.json").read_bytes() == before
-
 
 def from_weights(quick_run, out):
     """The arguments of a run from trained weights, with nothing else beside it."""
@@ -152,19 +143,15 @@ def test_options_that_are_refused(scans, tmp_path, capsys, option, match):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("stages/weights.npz", "Stage weights (remove it to compute it again)"),
         ("results.json", "results.json: Is a directory"),
         ("spectra.png", "spectra.png"),
     ],
 )
-def test_files_that_are_cut_short_or_folders(quick_run, tmp_path, capsys, name, match):
+def test_files_that_are_folders(quick_run, tmp_path, capsys, name, match):
     shutil.copytree(quick_run.out, tmp_path / "out")
     path = tmp_path / "out" / name
-    if name.startswith("stages"):
-        path.write_bytes(path.read_bytes()[:1000])
-    else:
-        path.unlink()
-        path.mkdir()
+    path.unlink()
+    path.mkdir()
     where = ("--data", quick_run.data, "--out", tmp_path / "out")
     assert run("mnist", *where, *QUICK, "--quiet") == 1
     assert match in only_line(capsys)

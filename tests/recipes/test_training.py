@@ -52,11 +52,9 @@ def vector(network):
 
 
 def assert_trained_alike(found, exact, start):
-    """Compare two networks, to 1e-5 of how far the training went.
-
-    The learning rate is a float32 number (5e-8), and Adam divides by √v: the rounding of a gradient
-    that is all but zero becomes a share of a step.
-    """
+    """Compare two networks, to 1e-5 of how far the training went."""
+    # The learning rate is a float32 number (5e-8), and Adam divides by √v: the rounding of a
+    # gradient that is all but zero becomes a share of a step.
     moved = float((vector(exact) - vector(start)).abs().max())
     assert moved > 1e-3  # one step's worth at least
     assert not found.training
