@@ -47,5 +47,4 @@ def test_a_campaign_runs():
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for what in ("spectra", "networks", "laws"):
-        assert re.search(f"{what}: [1-9]", done.stdout), done.stdout
+    assert re.search("networks: [1-9]", done.stdout), done.stdout

@@ -165,7 +165,7 @@ def test_a_run_from_weights_that_is_killed_and_resumed(quick_run, tmp_path, caps
         (("--rank", 93_323), "--rank: expected at most the 93322 parameters, got 93323"),
         (("--hessian-rank", 93_323), "--hessian-rank: expected at most the 93322 parameters"),
         (("--test-images", 201), "expected 201 items or more, got 200"),
-        (("--samples", -1), "--samples: expected a whole number from 0 on, got -1"),
+        (("--samples", -1), "--samples: expected 0 or a whole number from 2 on, got -1"),
         (("--bootstrap", 1), "--bootstrap: expected 0 or a whole number from 2 on, got 1"),
         (("--seed", -1), "--seed: expected a whole number from 0 to 2147483647, got -1"),
         (("--device", "nonsense"), "--device: expected cpu, cuda or cuda:N, got 'nonsense'"),
