@@ -79,8 +79,7 @@ Checkpoint = str | os.PathLike[str] | CheckpointFolder
 @contextmanager
 def opened(checkpoint: Checkpoint, group: Group) -> Iterator[Session]:
     """Open a checkpoint folder, locked by the first process."""
-    is_full = isinstance(checkpoint, CheckpointFolder)
-    given = checkpoint if is_full else CheckpointFolder(checkpoint)
+    given = checkpoint if isinstance(checkpoint, CheckpointFolder) else CheckpointFolder(checkpoint)
     folder = Path(given.path)
     with ExitStack() as stack:
         if group.is_first:

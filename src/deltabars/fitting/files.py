@@ -108,11 +108,12 @@ def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) ->
         ]
 
         def write(folder: Path) -> None:
-            entries = []
-            for number, (rank, *ends) in enumerate(files, 1):
+            entries, items = [], spectra.items()
+            for number, (rank, start, stop) in enumerate(files, 1):
                 if rank == group.rank:
-                    rows = {n: _rounded(p.vectors, *ends, types[n]) for n, p in spectra.items()}
-                    entries.append(storage.write_part(folder, number, len(files), rows, *ends))
+                    rows = {n: _rounded(p.vectors, start, stop, types[n]) for n, p in items}
+                    entry = storage.write_part(folder, number, len(files), rows, start, stop)
+                    entries.append(entry)
             everywhere = [entry for own in group.gather_objects(entries) for entry in own]
             if group.is_first:
                 storage.write_index(folder, header, tensors, everywhere)
@@ -285,7 +286,8 @@ def read_fields(
             "an earlier version, which noted the weights alone. Save the fit again.",
             ModelWarning,
         )
-    elif check_weights and (difference := behaviour.difference(network, signature)):
+    difference = behaviour.difference(network, signature) if check_weights and behaviour else ""
+    if difference:
         raise WeightsMismatchError(
             f"{path} was fitted to a model of the same weights that computes something else: "
             f"{difference}. Build the model as it was for the fit, with its unsaved buffers and "

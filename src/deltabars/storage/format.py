@@ -40,7 +40,8 @@ _NAME = re.compile(r"vectors-\d{5,9}-of-\d{5,9}\.safetensors")
 _LONGEST_INDEX = 16 << 20
 _THREADS = 4  # that digests are computed in
 
-Header, Tensors = Mapping[str, Any], Mapping[str, Tensor]
+Header = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
 Content = tuple[dict[str, Any], dict[str, Tensor]]
 Parts = dict[str, tuple[Part, ...]]  # all columns of the eigenvectors, in order, by matrix
 
