@@ -283,6 +283,7 @@ VALUES = {
     "complex ones": {"opg.smallest": torch.zeros(2, 2, dtype=torch.complex64)},
     "an overlap of no unit vectors": {"overlap": torch.full((9, 9), 5.0).double()},
     "no λ": {"l2": -1.0},
+    "a module of torch": {"inputs": {"names": None, "dtypes": ["torch.onnx"], "shapes": [None]}},
 }
 VECTORS = {
     "longer": lambda rows: rows * 1.1,
