@@ -279,13 +279,26 @@ class Pullback:
                 raise
             return names
         back = pulled.back.transpose(0, 1)
-        exact = self._by_autograd(few, back, names, together=_EXAMPLES)
-        followed = {name: factors.weight_rows() for name, factors in pulled.layers.items()}
-        right = _agreeing(followed | pulled.loose, exact)
+
+        def agreeing(find: Callable[[slice], Mapping[str, Tensor]]) -> set[str]:
+            found = []
+            for one in (slice(r, r + 1) for r in range(_ROWS)):  # together they take more memory
+                exact = self._by_autograd(few, back[:, one], names, together=_EXAMPLES)
+                found.append(_agreeing(find(one), exact))
+            return set.intersection(*found)
+
+        def followed(one: slice) -> Mapping[str, Tensor]:
+            layers = {
+                name: Factors(factors.activations, factors.signals[:, one]).weight_rows()
+                for name, factors in pulled.layers.items()
+            }
+            return layers | {name: rows[:, one] for name, rows in pulled.loose.items()}
+
+        right = agreeing(followed)
         missing = tuple(name for name in names if name not in right)
         if missing and self._examples_together:
-            singly = self._single_rows(few, back, missing)
-            if _agreeing(singly, exact) != {*missing}:
+            singly = agreeing(lambda one: self._single_rows(few, back[:, one], missing))
+            if singly != {*missing}:
                 self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
         return missing
 
@@ -367,9 +380,9 @@ def _agreeing(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> set[s
     rounding = _ROUNDING * torch.finfo(whole.dtype).eps * whole
 
     def agree(rows: Tensor, right: Tensor) -> bool:
-        close = torch.maximum(_AGREE * right.norm(dim=-1), rounding)
-        gap = (rows - right).norm(dim=-1)
-        return bool(((gap <= close) | ~right.isfinite().all(-1)).all())
+        size = right.norm(dim=-1)
+        gap = torch.stack([(a - b).norm(dim=-1) for a, b in zip(rows, right, strict=True)])
+        return bool(((gap <= torch.maximum(_AGREE * size, rounding)) | ~size.isfinite()).all())
 
     return {name for name, rows in found.items() if agree(rows, exact[name])}
 
