@@ -14,7 +14,6 @@ import deltabars
 from deltabars import Problem
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.errors import ModelError
 from tests.architectures import L2, Wired
 from tests.oracles import Oracle
 
@@ -58,6 +57,8 @@ def wired(operation):
 
 
 WIRINGS = {
+    "checkpoint": checkpointed(reentrant=False),
+    "reentrant checkpoint": checkpointed(reentrant=True),
     "view_as_complex": complex_weights,
     "torch.func in forward": gradient_inside,
     "in place": in_place,
@@ -70,6 +71,8 @@ WIRINGS = {
 }
 # The same function, as plain autograd can take it.
 INSTEAD = {
+    "checkpoint": plain,
+    "reentrant checkpoint": plain,
     "in place": lambda net, x: in_place(net, x.clone()),
 }
 
@@ -111,11 +114,3 @@ def test_data_are_as_they_were_where_only_some_are_changed(number):
     done.predict(inputs * 2, batch_size=1)
     done.predict(inputs, batch_size=1)
     assert torch.equal(inputs, given)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::deltabars.errors.ModelWarning")
-@pytest.mark.parametrize("operator", [OPGOperator, HessianOperator])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints_are_refused(reentrant, operator):
-    with pytest.raises(ModelError, match=r"Turn activation checkpointing off|second derivatives"):
-        operator(Problem(build(checkpointed(reentrant)), (INPUTS, TARGETS), l2=L2)).to_dense()
