@@ -140,7 +140,8 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels (n,)."""
-        return self.classes_[self._means(X).argmax(1).numpy()]
+        chosen = self._means(X).argmax(1)  # first: this checks that it is fitted
+        return self.classes_[chosen.numpy()]
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return class probabilities (n, C), in the order of `classes_`."""
