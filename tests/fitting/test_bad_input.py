@@ -20,7 +20,6 @@ from tests.problem.test_data import Examples, loader
 from tests.problem.test_model_untouched import model_state
 
 RANK = 5
-NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]\d+)?)"
 
 
 class Wrapped(nn.Module):
@@ -94,27 +93,26 @@ PREDICT_OPTIONS = {
 }
 
 
-def each(options):
-    return [(name, value) for name, values in options.items() for value in values]
+@pytest.mark.parametrize("name", FIT_OPTIONS)
+def test_options_of_fit(case, name):
+    for value in FIT_OPTIONS[name]:
+        match = f"{name}: expected .*got {re.escape(repr(value))}"
+        assert_refused(match, lambda value=value: fit(case, **{name: value}), case.model)
 
 
-@pytest.mark.parametrize(("name", "value"), each(FIT_OPTIONS), ids=repr)
-def test_options_of_fit(case, name, value):
-    match = f"{name}: expected .*got {re.escape(repr(value))}"
-    assert_refused(match, lambda: fit(case, **{name: value}), case.model)
-
-
-@pytest.mark.parametrize(("name", "value"), each(PREDICT_OPTIONS), ids=repr)
-def test_options_of_predict(case, opg_fit, name, value):
-    culprit = value[-1] if isinstance(value, list) else value
-    match = f"{name}: expected .*got {re.escape(repr(culprit))}"
-    assert_refused(match, lambda: opg_fit.predict(case.unseen, **{name: value}), case.model)
+@pytest.mark.parametrize("name", PREDICT_OPTIONS)
+def test_options_of_predict(case, opg_fit, name):
+    for value in PREDICT_OPTIONS[name]:
+        given, culprit = {name: value}, value[-1] if isinstance(value, list) else value
+        match = f"{name}: expected .*got {re.escape(repr(culprit))}"
+        assert_refused(match, lambda given=given: opg_fit.predict(case.unseen, **given), case.model)
 
 
 def test_other_requests(case, opg_fit, tmp_path):
     likewise = "with rank='auto' only, got rank=5"
     requests = [
         (lambda: fit(case, "model.pt"), "expected a torch.nn.Module, got str"),
+        (lambda: fit(case, dense().to("meta")), "tensors without values"),
         (lambda: fit(case, estimator="hessian", solver="incremental"), "got 'incremental', which"),
         (lambda: fit(case, solver="dense", max_seconds=60), "expected solver .* got 'dense'"),
         (lambda: fit(case, rank="auto", tolerance="5 %"), "tolerance: expected a number above"),
@@ -143,7 +141,6 @@ def with_replacement(x, y):
 NOT_REPEATING = "same examples on every pass.*Turn off random augmentation"
 DATA = {
     "no batches": (lambda x, y: [], "the data are empty"),
-    "empty loader": (lambda x, y: loader(x[:0], y[:0]), "the data are empty"),
     "generator": (lambda x, y: (pair for pair in [(x, y)]), r"one-pass iterator \(generator\)"),
     "large target": (lambda x, y: (x, y + 1), "from 0 to 2 .*3 outputs.*got 3"),
     "float targets": (lambda x, y: (x, y.double()), r"got torch.float64.*\.long\(\)"),
@@ -187,10 +184,10 @@ def test_outputs(case, kind):
     assert_refused(match, lambda: fit(case, model), model)
 
 
-def unused_layer_last(out):
-    """The network with a layer of `out` outputs behind it that the forward pass never calls."""
+def unused_layer_last():
+    """The network with a layer behind it that the forward pass never calls."""
     model = Wrapped(dense(), lambda z: z)
-    model.auxiliary = nn.Linear(5, out)
+    model.auxiliary = nn.Linear(5, 3)
     return model.double()
 
 
@@ -210,21 +207,10 @@ MODELS = {
     "NaN weights": (not_a_number, None, r"finite weights, got NaN .*2\.bias"),
     "no parameters": (nn.Flatten, None, "model with parameters, got one without"),
     "frozen": (frozen, None, r"2 frozen.*0\.weight, 0\.bias.*requires_grad"),
-    "frozen, by pattern": (frozen, "*.bias", r"1 frozen.*0\.bias.*unfreeze"),
     "no match": (dense, "fc*", r"'fc\*'.*The model has 0\.weight, 0\.bias, 2\.weight"),
     "one of two matches": (dense, ["2*", "2.wieght"], r"'2\.wieght'.*2\.weight"),
     "no patterns": (dense, [], r"params: expected .*got \[\]"),
-    "predicate of nothing": (dense, lambda name: False, r"selects none of 0\.weight"),
-    "auxiliary layer": (
-        lambda: unused_layer_last(7),
-        deltabars.last_layer(),
-        "last_layer.*produce the outputs",
-    ),
-    "unused layer": (
-        lambda: unused_layer_last(3),
-        deltabars.last_layer(),
-        "depends on the selected parameters",
-    ),
+    "unused": (unused_layer_last, deltabars.last_layer(), "depends on the selected parameters"),
 }
 
 
@@ -235,24 +221,11 @@ def test_models_and_selections(case, kind):
     assert_refused(match, lambda: fit(case, model, params=params), model)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_models_without_values_or_code(case):
-    for make, match in (
-        (lambda: dense().to("meta"), "tensors without values"),
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "tensors without values"),
-        (lambda: torch.jit.script(nn.Linear(4, 3).double()), "TorchScript"),
-    ):
-        with pytest.raises(errors.ModelError, match=match):
-            fit(case, make())
-
-
 INPUTS = {
     "another type": (lambda u: u.float(), "expected torch.float64.*got torch.float32"),
     "another shape": (lambda u: u[:, :3], r"expected .*\(B, 4\).*got .*\(B, 3\)"),
-    "another device": (lambda u: u.to("meta"), "on the CPU, got meta"),
     "NaN": (lambda u: u * torch.nan, "expected finite values, got NaN"),
     "nothing": (lambda u: u[:0], "expected at least one, got none"),
-    "None": (lambda u: None, "got NoneType"),
     "a mapping": (lambda u: {"x": u}, r"got x torch.float64 \(B, 4\)"),
     "batches without labels": (lambda u: [u[:3], u[3:6]], "one tensor of inputs more"),
 }
@@ -265,12 +238,8 @@ def test_inputs_to_predict(case, opg_fit, kind):
 
 
 def test_probabilities_for_logits_are_refused_unless_that_is_said(case):
-    """Whatever number of them is nearly 0 or 1, and in half precision too."""
-    for end in (
-        lambda z: z.softmax(1),
-        lambda z: (30 * z).softmax(1),
-        lambda z: z.bfloat16().softmax(1).to(z.dtype),
-    ):
+    """Whatever number of them is nearly 0 or 1."""
+    for end in (lambda z: z.softmax(1), lambda z: (30 * z).softmax(1)):
         model = Wrapped(case.model, end)
         match = "sum to one. If the model ends in a softmax, leave it out.*torch.log"
         assert_refused(match, lambda model=model: fit(case, model), model)
@@ -278,8 +247,6 @@ def test_probabilities_for_logits_are_refused_unless_that_is_said(case):
     done, _ = with_warnings(lambda: fit(case, model, allow_probabilities=True))
     loss = torch.nn.functional.cross_entropy(model(case.inputs), case.targets).detach()
     assert done.diagnostics["mean_loss"] == pytest.approx(float(loss), rel=1e-9)
-    logs = fit(case, Wrapped(case.model, lambda z: z.log_softmax(1))).predict(case.unseen)
-    torch.testing.assert_close(logs.std, fit(case).predict(case.unseen).std, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", nn.BCEWithLogitsLoss()])
@@ -302,21 +269,6 @@ def test_sigmoids_for_logits_likewise(outputs, likelihood):
         fitted(torch.sigmoid)
     fitted(torch.sigmoid, allow_probabilities=True)
     fitted(lambda z: 0.5 + 0.45 * z.tanh())
-
-
-def test_bytes_for_a_network_of_floats():
-    """Of images that were trained on as x / 255; words that help wherever they are met."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (60, 16), generator=draw, dtype=torch.uint8)
-    model, y = nn.Linear(16, 3), torch.arange(60) % 3
-    options = {"l2": 0.01, "rank": 3, "progress": False}
-    advice = "of torch.uint8: a network that was trained on floats.*x.float\\(\\) / 255"
-    assert_refused(advice, lambda: deltabars.fit(model, (x, y), **options), model)
-    _, found = with_warnings(lambda: deltabars.fit(model, (x.float(), y), **options))
-    said = "whole numbers from 0 to 255: divide them as in training"
-    assert said in found[errors.OptimumWarning]
-    fitted, _ = with_warnings(lambda: deltabars.fit(model, (x / 255, y), **options))
-    assert_refused("by x.float\\(\\) / 255", lambda: fitted.predict(x), model)
 
 
 def network_at_chance(kind):
@@ -351,13 +303,9 @@ def test_a_network_at_chance_is_warned_of(kind):
     # The best constant outputs, by fitting a bias alone.
     problem, _ = with_warnings(lambda: deltabars.Problem(model, (x, y), likelihood, l2=0.01))
     bias = nn.Parameter(torch.zeros(outputs.shape[1], dtype=torch.float64))
-    minimise(nn.ParameterList([bias]), lambda: constant_loss(problem, bias, y), 0.0)
-    least = float(constant_loss(problem, bias, y).detach())
-    assert problem.constant_answer[1] == pytest.approx(least, rel=1e-9)
-
-
-def constant_loss(problem, bias, targets):
-    return problem.likelihood.loss(bias.expand(len(targets), -1), targets).mean()
+    loss = lambda: problem.likelihood.loss(bias.expand(len(y), -1), y).mean()  # noqa: E731
+    minimise(nn.ParameterList([bias]), loss, 0.0)
+    assert problem.constant_answer[1] == pytest.approx(float(loss().detach()), rel=1e-9)
 
 
 def test_a_useful_network_is_not_at_chance(case):
@@ -378,15 +326,23 @@ def test_a_useful_network_is_not_at_chance(case):
     assert "chance" not in given.get(errors.OptimumWarning, "")
 
 
+def test_bytes_for_a_network_of_floats():
+    """Of images that were trained on as x / 255."""
+    x = torch.arange(60 * 16, dtype=torch.float32).remainder(251).view(60, 16).byte()
+    model, y = nn.Linear(16, 3), torch.arange(60) % 3
+    options = {"l2": 0.01, "rank": 3, "progress": False}
+    advice = r"of torch.uint8: a network that was trained on floats.*x.float\(\) / 255"
+    assert_refused(advice, lambda: deltabars.fit(model, (x, y), **options), model)
+    fitted, _ = with_warnings(lambda: deltabars.fit(model, (x / 255, y), **options))
+    assert_refused(r"by x.float\(\) / 255", lambda: fitted.predict(x), model)
+
+
 @pytest.mark.parametrize("estimator", ["opg", "hessian"])
 def test_unconverged_pairs_are_counted(case, estimator):
     options = {"solver": "krylov", "max_products": 8, "estimator": estimator}
     done, given = with_warnings(lambda: fit(case, **options))
-    residuals = done.spectra[estimator].residuals
-    pattern = f"got {NUMBER} that have not converged; the largest residual is {NUMBER}"
-    count, largest = re.search(pattern, given[errors.ConvergenceWarning]).groups()
-    assert int(count) == int((residuals > 1e-10).sum()) > 0
-    assert float(largest) == pytest.approx(float(residuals.max()), rel=0.06)  # two digits
+    left = int((done.spectra[estimator].residuals > 1e-10).sum())
+    assert f"got {left} that have not converged" in given[errors.ConvergenceWarning]
 
 
 @pytest.mark.parametrize("estimator", ["hessian", "sandwich"])
@@ -395,19 +351,11 @@ def test_an_untrained_network_is_warned_of_and_still_served(case, estimator):
         torch.manual_seed(1)
         model = dense().double()
     oracle = Oracle(model, *case.data, l2=1e-3)
-    exact = torch.linalg.eigvalsh(oracle.hessian())
+    bad = int((torch.linalg.eigvalsh(oracle.hessian()) <= 0).sum())
     options = {"l2": 1e-3, "rank": oracle.size, "estimator": estimator}
     done, given = with_warnings(lambda: fit(case, model, **options))
-
-    norm = re.search(f"gradient of norm {NUMBER}, ", given[errors.OptimumWarning])[1]
-    assert float(norm) == pytest.approx(float(oracle.gradient().norm()), rel=6e-3)  # three digits
-    pattern = f"got {NUMBER} of {NUMBER} at or below zero .down to {NUMBER}.*rank={NUMBER}"
-    bad, total, least, rank = re.search(pattern, given[errors.SpectrumWarning]).groups()
-    assert int(bad) == int((exact <= 0).sum()) > 0
-    assert (int(total), int(rank)) == (oracle.size, oracle.size - int(bad))
-    assert float(least) == pytest.approx(float(exact[0]), rel=6e-3)
-
+    assert "gradient of norm" in given[errors.OptimumWarning]
+    assert f"got {bad} of {oracle.size} at or below zero" in given[errors.SpectrumWarning]
     found = done.predict(case.unseen)
     numbers = torch.cat([found.std, found.std_error, found.std_low, found.std_high])
-    assert bool(numbers.isfinite().all())
-    assert bool((numbers >= 0).all())
+    assert bool((numbers.isfinite() & (numbers >= 0)).all())

@@ -30,9 +30,6 @@ def test_one_seed_one_result_bit_for_bit(dense_case, estimator, dtype):
     for name, pairs in first.spectra.items():
         assert torch.equal(pairs.values, second.spectra[name].values)
         assert torch.equal(pairs.vectors, second.spectra[name].vectors)
-    a, b = first.predict(dense_case.unseen), second.predict(dense_case.unseen)
-    assert torch.equal(a.std, b.std)
-    assert torch.equal(a.std_error, b.std_error)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -88,20 +85,17 @@ def test_tied_weights_count_once_under_either_name():
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_with_l2_is_the_fit_of_that_l2(estimator):
     case = cached_case("linear", l2=0.05)
-    moved = fitted(case, estimator).with_l2(0.1)
-    fresh = fitted(case, estimator, l2=0.1)
+    before = fitted(case, estimator)
+    moved = before.with_l2(0.1)
     assert moved.l2 == 0.1
-    torch.testing.assert_close(
-        moved.predict(case.unseen).std, fresh.predict(case.unseen).std, rtol=1e-9, atol=0
-    )
-    torch.testing.assert_close(
-        moved.predict(case.unseen).std_error, fresh.predict(case.unseen).std_error,
-        rtol=1e-6, atol=1e-8,  # the tail is λ itself here: what is left is √rounding
-    )  # fmt: skip
-    back = moved.with_l2(0.05)
-    torch.testing.assert_close(
-        back.predict(case.unseen).std, fitted(case, estimator).predict(case.unseen).std
-    )
+    for found, expected in (
+        (moved, fitted(case, estimator, l2=0.1)),
+        (moved.with_l2(0.05), before),
+    ):
+        found, expected = found.predict(case.unseen), expected.predict(case.unseen)
+        torch.testing.assert_close(found.std, expected.std, rtol=1e-9, atol=0)
+        # The tail is λ itself here: what is left is √rounding.
+        torch.testing.assert_close(found.std_error, expected.std_error, rtol=1e-6, atol=1e-8)
 
 
 def test_with_l2_warns_where_the_hessian_turns_negative(dense_case):
@@ -132,10 +126,16 @@ def test_samples_have_the_covariance(estimator):
     exact = oracle.parameter_covariance(estimator)
     root = dense_root(oracle, estimator, 6)
     whole, few = fitted(case, estimator, oracle.size), fitted(case, estimator, 6)
-    for draws, expected in (
+    cases = [
         (whole.sample(count, seed=3), exact),
         (few.sample(count, seed=3, full_rank=False), root @ root.T),
-    ):
+    ]
+    if estimator in ("opg", "ggn"):  # the rest of the spectrum is closed by its middle
+        pairs = few.spectra[estimator]
+        middle = (1 / few.l2 + 1 / pairs.values[-1]) / 2 / few.num_examples
+        rest = oracle.eye() - pairs.vectors.T @ pairs.vectors
+        cases.append((few.sample(count, seed=3), root @ root.T + middle * rest))
+    for draws, expected in cases:
         assert draws.shape == (count, oracle.size)
         scale = float(expected.diagonal().max())
         # The error of a sample covariance is about scale·√(2/count) = 0.0045 of the scale.
@@ -148,17 +148,6 @@ def test_samples_have_the_covariance(estimator):
     if estimator != "sandwich":  # nothing is outside the span: what is left is rounding
         low = whole.sample(5, full_rank=False)
         torch.testing.assert_close(whole.sample(5), low, rtol=0, atol=1e-10)
-
-
-def test_samples_of_a_low_rank_fit_have_its_closed_covariance(dense_case):
-    fit = fitted(dense_case, "opg", 6)
-    pairs, l2 = fit.spectra["opg"], fit.l2
-    closed = (1 / l2 + 1 / float(pairs.values[-1])) / 2
-    q = pairs.vectors.T
-    eye = torch.eye(fit.num_parameters, dtype=torch.float64)
-    exact = (q / pairs.values @ q.T + closed * (eye - q @ q.T)) / fit.num_examples
-    draws = fit.sample(100_000)
-    torch.testing.assert_close(draws.T.cov(), exact, rtol=0, atol=0.03 * float(exact.max()))
 
 
 @pytest.mark.parametrize("estimator", ["hessian", "opg", "ggn"])
@@ -228,14 +217,3 @@ def test_examples_worked_on_at_a_time_only_change_rounding(dense_case, estimator
     for size in (1, 4, 28):
         parts = fitted(dense_case, estimator, batch_size=size).predict(dense_case.unseen)
         torch.testing.assert_close(parts.std, whole.std, rtol=1e-10, atol=0)
-
-
-def test_effective_parameters_leave_out_what_is_not_positive():
-    case = cached_case("rectified")
-    with pytest.warns(SpectrumWarning):
-        fit = fitted(case, "hessian", case.oracle.size)
-    values = torch.linalg.eigvalsh(case.oracle.hessian())
-    positive = values[values > 0]
-    expected = float(((positive - case.l2) / positive).sum())
-    assert fit.effective_parameters == pytest.approx(expected, rel=1e-6)
-    assert "below λ" in repr(fit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -12,9 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import deltabars
-from deltabars.eigen import incremental_svd
-from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import ConvergenceWarning
 from tests import processes
 from tests.stopping import LONGER, WAYS, differing, fit, subject
@@ -83,36 +79,6 @@ def test_what_it_has_by_then_is_honest(estimator, solver):
             assert bool((exact <= out.std_high * (1 + 1e-9)).all())
 
 
-def after(steps):
-    """Over after so many times of asking."""
-    count = itertools.count(1)
-    return lambda: next(count) > steps
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5, 12, 1000])
-def test_solvers_keep_what_has_converged(steps):
-    values = 10 * 0.7 ** torch.arange(90, dtype=torch.float64) + 0.01
-    matrix = torch.linalg.qr(torch.randn(90, 90, dtype=torch.float64))[0]
-    matrix = matrix * values @ matrix.T
-    for pairs in (
-        lanczos(matrix, 12, is_over=after(steps)),
-        block_krylov(matrix, 12, block_size=4, is_over=after(steps)),
-    ):
-        assert 1 <= len(pairs) <= 12
-        torch.testing.assert_close(pairs.values, values[: len(pairs)], rtol=1e-9, atol=0)
-        stopped = pairs.statistics.get("stopped_by")
-        assert stopped == (OVER if steps < 6 else None) or steps == 12
-        assert len(pairs) == 12 or stopped
-    rows = list(torch.linalg.cholesky(matrix).T.split(9))
-    exact = torch.cat(rows).T @ torch.cat(rows) / 90
-    pairs = incremental_svd(rows, 6, is_over=after(steps))
-    gap = exact - (pairs.vectors.T * pairs.values) @ pairs.vectors
-    ends = torch.linalg.eigvalsh(gap)
-    assert float(ends[0]) > -1e-12
-    assert float(ends[-1]) <= pairs.slack * (1 + 1e-9)
-    assert pairs.statistics.get("rows_left", 0) == max(0, 90 - 9 * (steps + 1))
-
-
 class Slow(nn.Module):
     """A network that takes its time."""
 
@@ -147,14 +113,12 @@ def test_enough_time_changes_nothing():
 
 def test_processes_stop_together(tmp_path):
     """Though their clocks differ."""
-    model, data = subject()
-    options = {"l2": 0.05, "rank": 24, "progress": False, "solver": "krylov", "estimator": "ggn"}
 
     def work(process):
         time.sleep(0.05 * process)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            some = deltabars.fit(model, data, max_seconds=0.1, **options)
+            some = fit(max_seconds=0.1, **WAYS["ggn"])
         return some.spectra["ggn"].values, some.diagnostics["ggn"].get("stopped_by")
 
     one, two = processes.results(2, work, tmp_path / "both")

@@ -1,15 +1,13 @@
 """The options of a fit and its data: two frozen records, which everything else takes.
 
-`FitOptions` serves the solvers, the manifest and the identity of checkpoints. `FittedState` is what
-an algorithm needs of a fit; `DeltaFit` is that, with methods for users. What follows from the data
-alone (covariances, the overlap of two bases) is computed when it is first needed, and kept.
+`FittedState` is what an algorithm needs of a fit; `DeltaFit` is that, with methods for users.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from numbers import Real
 from types import MappingProxyType
@@ -19,11 +17,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.base import Covariance, Defects
-from deltabars.covariance.estimators import (
-    DEFAULT_ESTIMATOR,
-    ESTIMATORS,
-    build_covariance,
-)
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
@@ -114,29 +108,29 @@ class FitOptions:
             object.__setattr__(self, "rank", int(self.rank))
 
     def _check_solver(self) -> None:
-        matrices = ESTIMATORS[self.estimator]
-        if self.is_automatic and self.solver in ("arpack", "incremental"):
-            raise BadValueError(
+        matrices, solver, fault = ESTIMATORS[self.estimator], self.solver, ""
+        if self.is_automatic and solver in ("arpack", "incremental"):
+            fault = (
                 f"solver: expected 'auto', 'krylov' or 'dense' with {option('rank', 'auto')}, got "
-                f"{self.solver!r}, which must know the rank before it starts."
+                f"{solver!r}, which must know the rank before it starts."
             )
-        if self.solver == "incremental" and matrices == ("hessian",):
-            raise BadValueError(
+        elif solver == "incremental" and matrices == ("hessian",):
+            fault = (
                 "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got "
-                "'incremental', which works on rows of gradients (opg, ggn, and the opg part of a "
-                "sandwich)."
+                "'incremental', which works on rows of gradients (opg, ggn)."
             )
-        if self.smallest and ("hessian" not in matrices or self.solver == "arpack"):
-            raise BadValueError(
+        elif self.smallest and ("hessian" not in matrices or solver == "arpack"):
+            fault = (
                 f"smallest: expected 0, got {self.smallest}: the lower end of the spectrum is "
-                "computed for a Hessian, by the solvers 'krylov' and 'dense'. (That of opg and ggn "
-                "is λ.)"
+                "computed for a Hessian, by 'krylov' and 'dense'. (That of opg and ggn is λ.)"
             )
-        if self.max_seconds is not None and self.solver in ("dense", "arpack"):
-            raise BadValueError(
+        elif self.max_seconds is not None and solver in ("dense", "arpack"):
+            fault = (
                 "max_seconds: expected solver 'auto', 'krylov' or 'incremental', got "
-                f"{self.solver!r}, which has no pairs before its end."
+                f"{solver!r}, which has no pairs before its end."
             )
+        if fault:
+            raise BadValueError(fault)
 
     @property
     def is_automatic(self) -> bool:
@@ -155,46 +149,25 @@ class FitOptions:
         rank = min(DEFAULT_RANK, num_parameters) if self.rank is None else self.rank
         return replace(self, rank=rank)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all options by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FittedState:
-    """The data of a fit.
-
-    Attributes:
-        estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
-        prior: λ, or the λs by name pattern.
-        num_examples: N.
-        num_outputs: C.
-        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
-        diagnostics: cost and gradient norm, how good the eigenpairs are, times, versions: as JSON.
-        likelihood: the meaning of the outputs.
-        network: a private copy of the model, with the trained weights.
-        signature: the form of an input.
-        weights: the fingerprint of the model's state.
-        behaviour: outputs of generated inputs; None in files of older versions.
-        memory_budget: bytes to stay within; None for half of what is free.
-        progress: whether to show it by default.
-        known_overlap: M = Q_Hᵀ Q_G where it is known already, say of vectors before rounding.
-    """
+    """The data of a fit."""
 
     estimator: str
     prior: Prior
-    num_examples: int
-    num_outputs: int
-    spectra: Mapping[str, EigenPairs]
-    diagnostics: Mapping[str, Any]
+    num_examples: int  # N
+    num_outputs: int  # C
+    spectra: Mapping[str, EigenPairs]  # by matrix; of regression at noise 1
+    diagnostics: Mapping[str, Any]  # how good the eigenpairs are, times, versions: as JSON
     likelihood: Likelihood
-    network: Network
-    signature: Signature
-    weights: str
-    behaviour: Behaviour | None = None
-    memory_budget: int | None = None
+    network: Network  # a private copy of the model, with the trained weights
+    signature: Signature  # of the inputs
+    weights: str  # the fingerprint of the model's state
+    behaviour: Behaviour | None = None  # outputs of generated inputs; None in older files
+    memory_budget: int | None = None  # bytes; None for half of what is free
     progress: bool = True
-    known_overlap: Tensor | None = None
+    known_overlap: Tensor | None = None  # M where it is known, say of vectors before rounding
 
     def __post_init__(self) -> None:
         for name in ("spectra", "diagnostics"):
@@ -298,39 +271,29 @@ class FittedState:
 
     def evidence(self, rank: int, estimator: str) -> Evidence:
         """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
-        last = set(LastLayer().names(self.network.model))
-        known = self.diagnostics
+        network, known = self.network, self.diagnostics
+        last = set(network.parameters.names) <= set(LastLayer().names(network.model))
         # Diagnostics from a file may be anything: what is no number is no evidence.
         gradient, distance = (
             float(value) if isinstance(value, int | float) else None
             for value in map(known.get, ("relative_gradient", "distance_from_optimum"))
         )
-        return Evidence(
-            rank,
-            estimator == "opg",
-            set(self.network.parameters.names) <= last,
-            off_optimum(gradient or 0.0, distance),
-            known.get("at_chance") is True,
-        )
+        far, at_chance = off_optimum(gradient or 0.0, distance), known.get("at_chance") is True
+        return Evidence(rank, estimator == "opg", last, far, at_chance)
 
     def served(self, asked: str | Sequence[str] | None) -> list[str]:
         """Return the names of the wanted estimators; refuse those that the fit does not serve."""
         if asked is None:
             return [self.estimator]
         names = [asked] if isinstance(asked, str) else list(asked)
-        possible = [
-            name
-            for name, needed in ESTIMATORS.items()
-            if all(matrix in self.spectra for matrix in needed)
-        ]
+        possible = [name for name, needed in ESTIMATORS.items() if set(needed) <= set(self.spectra)]
         for name in names or ["an empty list"]:
             if name not in possible:
-                advice = (
-                    f" Fit with {option('estimator', name)} for it." if name in ESTIMATORS else ""
-                )
+                advice = option("estimator", name)
                 raise BadValueError(
                     f"estimator: expected one of {possible}, which this {self.estimator} fit can "
-                    f"serve, got {name!r}.{advice}"
+                    f"serve, got {name!r}."
+                    + (f" Fit with {advice} for it." if name in ESTIMATORS else "")
                 )
         return names
 
