@@ -193,8 +193,8 @@ class HessianOperator(CurvatureOperator):
                 self._backward_twice = True
                 warn(
                     "Model: expected operations with forward derivatives, for Hessian products, "
-                    f"got one without ({first_line(error)}). Continuing with gradients of gradients, "
-                    "which are slower.",
+                    f"got one without ({first_line(error)}). Continuing with gradients of "
+                    "gradients, which are slower.",
                     ModelWarning,
                 )
                 check_gradient_products(self.problem.network, self.problem.likelihood, batch)

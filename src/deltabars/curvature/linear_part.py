@@ -329,9 +329,9 @@ def _once(graph: Graph, target: Any, source: Node, *rest: Any) -> Node:
 
 
 def input_gradient(signal: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Transpose a convolution of stride 1: signal (B, O, h, w), weight (O, I, k, l) -> (B, I, H, W).
+    """Transpose a convolution of stride 1, which is the convolution with the flipped weights.
 
-    It is the convolution with the flipped weights.
+    Signals (B, O, h, w) and a weight (O, I, k, l) give (B, I, H, W).
     """
     flipped = weight.flip(2, 3).transpose(0, 1)
     full = (weight.shape[2] - 1 - padding[0], weight.shape[3] - 1 - padding[1])

@@ -431,19 +431,21 @@ class _Marks(NamedTuple):
 # Operations, by their names in the graph, that work on every example by itself if the first
 # dimension counts examples in what they take and give, and is none that they go along:
 # those with dimensions that they go along;
-_ALONG = set(
-    "Amax Amin Cat Glu LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice Softmax Split Stack "
-    "Sum Transpose Unbind Var".split()
-)
+_ALONG = {
+    "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean",
+    "Select", "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
+}  # fmt: skip
 # those without;
-_APART = set(
-    "Abs AdaptiveAvgPool2D AdaptiveMaxPool2D Add Addmm AvgPool2D Bmm Celu Clamp Clone Convolution "
-    "Cos Div Elu Erf Exp Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Linear Log "
-    "LogSigmoid MaskedFill MaxPool2DWithIndices Mish Mm Mul NativeBatchNorm NativeGroupNorm "
-    "NativeLayerNorm Neg Pow PreluKernel Relu Rsqrt Rsub ScaledDotProductEfficientAttention "
-    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu Sigmoid Silu Sin Softplus "
-    "Sqrt Sub Tanh Threshold ToCopy Where".split()
-)
+_APART = {
+    "Abs", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "AvgPool2D", "Bmm", "Celu",
+    "Clamp", "Clone", "Convolution", "Cos", "Div", "Elu", "Erf", "Exp", "Expand", "Expm1",
+    "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "Linear", "Log", "LogSigmoid",
+    "MaskedFill", "MaxPool2DWithIndices", "Mish", "Mm", "Mul", "NativeBatchNorm",
+    "NativeGroupNorm", "NativeLayerNorm", "Neg", "Pow", "PreluKernel", "Relu", "Rsqrt", "Rsub",
+    "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
+    "Tanh", "Threshold", "ToCopy", "Where",
+}  # fmt: skip
 # those in which the numbers of an example stay next to each other.
 _RESHAPES = {"ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"}
 # Operations with inputs that all examples share, and the index of the one that they do not.

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -356,8 +358,48 @@ class Network:
         """
         # Without `_dynamo` nothing is compiled, and importing it takes seconds.
         eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
-        with _TURNS.at(self.model), self.same_bits(), full_precision(self.device), eager:
+        with _TURNS.at(self.model), full_precision(self.device), self.same_bits(), eager, _plain():
             yield
+
+
+@contextmanager
+def _calls_instead_of_checkpoints() -> Iterator[None]:
+    checkpoints: Any = torch.utils.checkpoint
+    reentrant = checkpoints.CheckpointFunction
+    again = checkpoints._checkpoint_without_reentrant_generator
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: Any, *args: Any) -> Any:
+            return function(*args) if _CALLING.get() else reentrant.apply(function, preserve, *args)
+
+    checkpoints.CheckpointFunction = Reentrant
+    checkpoints._checkpoint_without_reentrant_generator = lambda *args, **kwargs: (
+        iter([None]) if _CALLING.get() else again(*args, **kwargs)
+    )
+    try:
+        yield
+    finally:
+        checkpoints.CheckpointFunction = reentrant
+        checkpoints._checkpoint_without_reentrant_generator = again
+
+
+_CALLING = ContextVar("_CALLING", default=False)  # in this thread
+_calls = Shared(_calls_instead_of_checkpoints)
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Call in this thread what `torch.utils.checkpoint` is given, which computes the same.
+
+    It saves memory by a second forward pass amid the backward one, which no transform sees.
+    """
+    token = _CALLING.set(True)
+    try:
+        with _calls():
+            yield
+    finally:
+        _CALLING.reset(token)
 
 
 @dataclass(frozen=True)
@@ -470,8 +512,6 @@ def model_errors(advice: str = "") -> Iterator[None]:
     except (RuntimeError, IndexError, TypeError) as error:
         if ran_out(error):
             raise
-        if "checkpoint" in str(error):
-            advice += " Turn activation checkpointing off: it hides a part of the forward pass."
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
