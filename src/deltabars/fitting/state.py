@@ -32,7 +32,7 @@ SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 DEFAULT_RANK = 100
 DEFAULT_TOLERANCE = 0.05  # of `rank="auto"`
 
-_LEAST = {"seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
+_LEAST = {"rank": 1, "seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
 _FAR, _FAR_RELATIVE = 1.0, 0.5  # error bars; of the relative gradient
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁
@@ -77,12 +77,20 @@ class FitOptions:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise BadValueError(f"{name}: expected one of {list(known)}, got {value!r}.")
-        self._check_rank()
+        if isinstance(self.rank, str) and not self.is_automatic:
+            raise BadValueError(f"rank: expected a whole number or 'auto', got {self.rank!r}.")
+        if not self.is_automatic and (self.tolerance is not None or self.probe is not None):
+            raise BadValueError(
+                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
+                f"{option('rank', self.rank)}."
+            )
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance, ", such as 0.05 for 5 % of a score")
         for name, least in _LEAST.items():
-            value = getattr(self, name)
+            value = None if name == "rank" and self.is_automatic else getattr(self, name)
             if least == 0 or value is not None:
                 check_whole(name, value, least)
-                object.__setattr__(self, name, int(value))
+                object.__setattr__(self, name, int(value or 0))
         if self.residual_tolerance is not None:
             check_positive("residual_tolerance", self.residual_tolerance)
         if self.max_seconds is not None:
@@ -90,22 +98,6 @@ class FitOptions:
             seconds = float(self.max_seconds)
             object.__setattr__(self, "max_seconds", seconds if seconds < math.inf else None)
         self._check_solver()
-
-    def _check_rank(self) -> None:
-        if self.is_automatic:
-            if self.tolerance is not None:
-                check_positive("tolerance", self.tolerance, ", such as 0.05 for 5 % of a score")
-            return
-        if isinstance(self.rank, str):
-            raise BadValueError(f"rank: expected a whole number or 'auto', got {self.rank!r}.")
-        if self.tolerance is not None or self.probe is not None:
-            raise BadValueError(
-                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
-                f"{option('rank', self.rank)}."
-            )
-        if self.rank is not None:
-            check_whole("rank", self.rank)
-            object.__setattr__(self, "rank", int(self.rank))
 
     def _check_solver(self) -> None:
         matrices, solver, fault = ESTIMATORS[self.estimator], self.solver, ""
@@ -225,21 +217,15 @@ class FittedState:
             return self.known_overlap
         return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
-    @cached_property
-    def _covariances(self) -> dict[tuple[str, int, bool], Covariance]:
-        return {}
-
     def moved(self, **changes: Any) -> Self:
         """Replace some fields; the eigenvectors stay, and so does their overlap."""
         overlap = self.__dict__.get("overlap", self.known_overlap)
         return replace(self, known_overlap=overlap, **changes)
 
     def pairs_of(self, name: str) -> EigenPairs:
-        """Return the eigenpairs of a matrix at the fit's noise σ.
+        """Return the eigenpairs of a matrix at the fit's noise σ: G's data part is over σ².
 
-        The spectra are those of regression at σ = 1. The Hessian and the GGN of the loss over σ²
-        are those over σ², and N/σ² takes care of it; the outer products of gradients are over σ⁴,
-        so that in units of σ² their data part is over σ² once more.
+        The spectra are those of regression at σ = 1; see `deltabars.fitting.tuning`.
         """
         pairs = self.spectra[name]
         if name != "opg" or self.noise in (None, 1):
@@ -251,11 +237,12 @@ class FittedState:
         """Return Σ of an estimator that the fit serves, from its first `rank` pairs."""
         if not isinstance(full_rank, bool):
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
+        found: dict[Any, Covariance] = self.__dict__.setdefault("_covariances", {})
         key = estimator, rank, full_rank
-        if key not in self._covariances:
+        if key not in found:
             known = {name: self.pairs_of(name) for name in self.spectra}
             both = estimator == "sandwich"
-            self._covariances[key] = build_covariance(
+            found[key] = build_covariance(
                 estimator,
                 {name: pairs.values for name, pairs in known.items()},
                 rank=rank,
@@ -267,10 +254,10 @@ class FittedState:
                 defects={name: _defects_of(name, pairs) for name, pairs in known.items()},
                 full_rank=full_rank,
             )
-        return self._covariances[key]
+        return found[key]
 
     def evidence(self, rank: int, estimator: str) -> Evidence:
-        """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
+        """Return what a fit knows of the quality of all its error bars."""
         network, known = self.network, self.diagnostics
         last = set(network.parameters.names) <= set(LastLayer().names(network.model))
         # Diagnostics from a file may be anything: what is no number is no evidence.
@@ -305,10 +292,7 @@ class FittedState:
 
 
 def off_optimum(relative_gradient: float, distance: float | None) -> str:
-    """Describe how far from an optimum the weights are; empty where error bars are larger.
-
-    The distance is that of predictions from those at the optimum, in error bars; None if not known.
-    """
+    """Describe how far, in error bars, predictions are from an optimum's; empty where near."""
     if relative_gradient <= _FAR_RELATIVE or (distance is not None and distance <= _FAR):
         return ""
     if distance is None:
