@@ -136,8 +136,7 @@ def test_saturated_inputs_of_a_probe_are_left_out():
         model.bias.zero_()
     data = torch.tensor([[1.0], [-1.0], [0.001], [-0.001]]).repeat(10, 1), torch.arange(40) % 2
     options = {"l2": 1e-3, "rank": "auto", "progress": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         outcome = deltabars.fit(model, data, **options).diagnostics["rank"]
         with pytest.raises(DataError, match="their error bars are zero"):
             deltabars.fit(model, data, probe=torch.ones(3, 1), **options)

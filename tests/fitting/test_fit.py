@@ -79,9 +79,9 @@ def dense_root(oracle, estimator, rank):
         q = vectors[:, -rank:]
         return q * values[-rank:] ** exponent @ q.T
 
-    if estimator != "sandwich":
-        return power(estimator, -0.5) / oracle.count**0.5
-    return power("hessian", -1) @ power("opg", 0.5) / oracle.count**0.5
+    both = estimator == "sandwich"
+    root = power("hessian", -1) @ power("opg", 0.5) if both else power(estimator, -0.5)
+    return root / oracle.count**0.5
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -147,8 +147,7 @@ def test_a_fit_is_immutable_and_readable(dense_case):
     for values in (fit.spectra, fit.diagnostics):
         with pytest.raises(TypeError):
             values["opg"] = None
-    for part in ("sandwich", "N = 29", "P = 43", "K = 8", "λ = 0.05", "hessian", "opg"):
-        assert part in repr(fit)
+    assert "sandwich, N = 29, P = 43, K = 8, λ = 0.05" in repr(fit)
 
 
 def test_half_precision_models_are_computed_in_float32(dense_case):

@@ -59,8 +59,7 @@ def test_what_it_has_by_then_is_honest(estimator, solver):
     exact = whole(estimator).predict(inputs).std
     for seconds in (AT_ONCE, 0.04):
         options = {"estimator": estimator, "rank": 60, "solver": solver, "batch_size": 7}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
+        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
             some = fit(max_seconds=seconds, **options)
         for name, pairs in some.spectra.items():
             vectors = pairs.vectors
@@ -105,8 +104,7 @@ def test_processes_stop_together(tmp_path):
 
     def work(process):
         time.sleep(0.05 * process)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             some = fit(max_seconds=0.1, **WAYS["ggn"])
         return some.spectra["ggn"].values, some.diagnostics["ggn"].get("stopped_by")
 

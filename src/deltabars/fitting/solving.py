@@ -240,10 +240,7 @@ class _OwnColumns:
 
 
 def _vectors_within(task: Task, block_size: int) -> int:
-    """Return how far a Krylov basis may grow before it is restarted.
-
-    As far as it usually needs to, within its share of the memory budget.
-    """
+    """Return how far a Krylov basis may grow: as is usual, within its share of the budget."""
     # Of the process with the most columns, so that all come to the same number.
     spaces, pairs = task.operator.spaces, task.rank + task.options.smallest
     size, columns = (max(space.columns.widths) for space in (spaces.whole, spaces.reached))
