@@ -75,9 +75,8 @@ def build(wiring):
 def test_operators_equal_plain_autograd(kind):
     inputs = INPUTS.clone()
     problem = Problem(build(WIRINGS[kind]), (inputs, TARGETS), l2=L2, chunk_size=4)
-    oracle = Oracle(
-        build(lambda net, x: INSTEAD.get(kind, WIRINGS[kind])(net, x.clone())), INPUTS, TARGETS, L2
-    )
+    same = INSTEAD.get(kind, WIRINGS[kind])
+    oracle = Oracle(build(lambda net, x: same(net, x.clone())), INPUTS, TARGETS, L2)
     for operator, exact in ((OPGOperator, oracle.opg()), (HessianOperator, oracle.hessian())):
         torch.testing.assert_close(operator(problem).to_dense(), exact, rtol=0, atol=1e-9)
     assert torch.equal(inputs, INPUTS)

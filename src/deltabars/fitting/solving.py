@@ -96,9 +96,8 @@ class Task:
 
 def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
     """Compute eigenpairs; return how they were found, how good they are, and how long it took."""
-    found = None
-    if task.checkpoint is not None:
-        found = task.checkpoint.finished(task.operator.device, task.growth)
+    kept = task.checkpoint
+    found = None if kept is None else kept.finished(task.operator.device, task.growth)
     if found is not None:
         _check_derivatives(task, *found)
         if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
@@ -113,8 +112,8 @@ def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
 
 
 def _computed(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
-    started, name, operator, growth = time.perf_counter(), task.name, task.operator, task.growth
-    total = task.rank if growth is None else None
+    name, operator, growth = task.name, task.operator, task.growth
+    started, total = time.perf_counter(), task.rank if growth is None else None
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),

@@ -73,11 +73,12 @@ def with_noise(state: State, noise: Any) -> State:
     if found is None:
         found = float(_estimates(state, torch.tensor([state.level], dtype=torch.float64))[0])
         if not 0 < found < math.inf:
-            targets = f"{state.num_examples * state.num_outputs:,} targets"
-            got = f"{targets} for as many effective parameters or more"
+            targets = state.num_examples * state.num_outputs
+            few = f"{targets:,} targets for as many effective parameters or more"
+            got = few if found else "none: every target is met exactly"
             raise BadValueError(
-                f"noise: expected residuals to estimate it from, got {got if found else 'none'}. "
-                "Give it, for example with likelihood=deltabars.likelihoods.Gaussian(noise=0.1)."
+                f"noise: expected residuals to estimate it from, got {got}. Give it, for example "
+                "with likelihood=deltabars.likelihoods.Gaussian(noise=0.1)."
             )
     likelihood = replace(state.likelihood, noise=found, estimated=given is None)
     return state.moved(likelihood=likelihood)
