@@ -29,8 +29,8 @@ def run(workshop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workshop.run, "run", ignore=shutil.ignore_patterns("predictions"))
     content = json.loads(Path("run/run.json").read_text())
-    content.pop("predictions", None)
-    Path("run/run.json").write_text(json.dumps(content))
+    kept = {k: v for k, v in content.items() if k not in ("predictions", "latest")}
+    Path("run/run.json").write_text(json.dumps(kept))
     return "run"
 
 
@@ -69,8 +69,6 @@ class TestFit:
         found, expected = Run.open(workshop.run).load_fit(), workshop.fit()
         assert same_pairs(found.spectra["opg"], expected.spectra["opg"])
         about = json.loads((workshop.run / "run.json").read_text())
-        assert about["model"]["weights"] == str(workshop.folder / "net.safetensors")
-        assert about["data"]["gray"] is True
         assert about["classes"] == [f"digit {k}" for k in range(10)]
         assert about["manifest"] == found.diagnostics["manifest"]
 
@@ -146,7 +144,6 @@ class TestLosses:
     CASES = (
         ("few", 2, ("--loss", "ce", "--label-smoothing", 0.1, "--class-weights", 1, 3),
          nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), label_smoothing=0.1)),
-        ("few", 2, ("--likelihood", "categorical"), "categorical"),
         ("answers", 1, ("--loss", "bce", "--pos-weight", 2),
          nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))),
         ("numbers", 1, ("--likelihood", "gaussian", "--noise", 0.7), Gaussian(0.7)),
@@ -279,8 +276,6 @@ class TestPredict:
         expected = found.load_fit().predict(found.load_data().data[0], classes="top5")
         assert [int(row["class_4"]) for row in rows] == expected.classes[:30, 4].tolist()
         assert "mean_5" not in rows[0]
-        assert ended("rank", "run", "--by", "target", "--quiet") == 1
-        assert "the probabilities of all classes" in capsys.readouterr().err
 
 
 class TestRank:
@@ -365,10 +360,9 @@ class TestReport:
         assert Path("a.html").read_text() == Path("b.html").read_text()
 
     def test_a_kept_prediction_and_pictures_that_have_changed_since(self, run, capsys):
-        for asked, text in ((("--rank", "5"), "K = 5"), (("--low-rank",), "the K pairs alone")):
-            said(capsys, "predict", run, "--data", "pictures", *asked)
-            said(capsys, "report", run, "--out", "c.html")
-            assert text in Path("c.html").read_text()
+        said(capsys, "predict", run, "--data", "pictures", "--rank", 5)
+        said(capsys, "report", run, "--out", "c.html")
+        assert "K = 5" in Path("c.html").read_text()
         next(Path("pictures").rglob("*.png")).unlink()
         assert ended("report", run, "--out", "report.html", "--quiet") == 1
         assert "got it changed" in only_line(capsys)
