@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,3 +151,14 @@ def kill_after(folder: Path, states: int, **options: Any) -> None:
         time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)
     assert end(pid) == -signal.SIGKILL
+
+
+@contextmanager
+def full_disk(most: int = 2000) -> Iterator[None]:
+    """No file may become longer than `most` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -11,7 +11,6 @@ from torch.nn import functional
 from deltabars.fitting.fitted import load
 from deltabars.recipes.images import read_mnist
 from deltabars.recipes.paper import SMALL, PaperNetwork, paper_network
-from deltabars.recipes.summary import line as summary_line
 from deltabars.recipes.training import train
 from tests.scans import FEW, STEPS
 
@@ -75,19 +74,15 @@ def along(network, data, direction):
     return firsts, float(seconds.mean())
 
 
-def line(x, y):
-    """R², intercept and slope by numpy."""
+def assert_line(found, x, y):
+    """Two ways of least squares in float64."""
     x, y = x.astype(np.float64).ravel(), y.astype(np.float64).ravel()
     slope, intercept = np.polyfit(x, y, 1)
     correlation = np.corrcoef(x, y)[0, 1]
-    numbers = (correlation**2, intercept, slope, correlation)
-    return dict(zip(("r2", "intercept", "slope", "correlation"), numbers, strict=True))
-
-
-def assert_line(found, x, y):
-    # Two ways of least squares in float64; an intercept is a difference of numbers of size 0.1.
-    for name, exact in line(x, y).items():
-        assert found.get(name, exact) == pytest.approx(exact, rel=1e-8, abs=1e-10)
+    exact = {"intercept": intercept, "slope": slope}
+    exact |= {"r2": correlation**2} if "r2" in found else {"correlation": correlation}
+    # An intercept is a difference of numbers of size 0.1.
+    assert {name: found[name] for name in exact} == pytest.approx(exact, rel=1e-8, abs=1e-10)
 
 
 def test_training(quick_run, network, data, probabilities):
@@ -111,7 +106,6 @@ class TestSpectra:
         """qᵀGq = mean (gₙᵀq)² + λ and qᵀHq, by plain differentiation of the losses."""
         for name in ("hessian", "opg"):
             found = quick_run.results["eigenvalues"][name]
-            assert len(found) == RANK
             assert found == sorted(found, reverse=True)
             vector = fit.spectra[name].vectors[-1].double()
             assert float(vector.norm()) == pytest.approx(1, abs=1e-5)
@@ -128,10 +122,7 @@ class TestSpectra:
         results = quick_run.results
         spread = results["initialisations"]
         assert (spread["networks"], spread["hessians"]) == (2, 2)
-        assert [len(values) for values in spread["opg"]] == [5, 5]
-        assert [len(values) for values in spread["hessian"]] == [5, 2]
-        assert spread["cost"][0] == results["training"]["cost"]
-        assert spread["cost"][1] != spread["cost"][0]
+        assert spread["cost"][0] == results["training"]["cost"] != spread["cost"][1]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
         for matrix, rank in (("opg", 5), ("hessian", 2)):
             own = quick_run.stage(f"spectrum-2-1-{matrix}-{rank}")[matrix]
@@ -184,7 +175,6 @@ class TestEnsembles:
         np.testing.assert_allclose(arrays["accuracy"], accuracy.numpy(), rtol=0, atol=1e-12)
         ours = quick_run.results["bootstrap"][initial]
         assert ours["mean_accuracy"] == pytest.approx(float(accuracy.mean()))
-        assert ours["least_accuracy"] == pytest.approx(float(accuracy.min()))
         own = quick_run.stage("predictions-test")
         for name in ESTIMATORS:
             assert_line(ours["against"][name], own[f"{name}_std"], arrays["std"])
@@ -208,12 +198,6 @@ class TestEnsembles:
         np.testing.assert_allclose(arrays["std"], std, rtol=0, atol=1e-3)
         ours = quick_run.results["samples"]["opg"][sampler]
         assert_line(ours, quick_run.stage("predictions-test")["opg_std"], arrays["std"])
-
-    def test_a_falling_line_has_a_negative_correlation(self, quick_run):
-        std = quick_run.stage("predictions-test")["opg_std"]
-        found = summary_line(std, 1 - 2 * std)
-        assert found["correlation"] == pytest.approx(-1)
-        assert found["slope"] == pytest.approx(-2)
 
 
 def test_the_foreign_image(quick_run, fit):

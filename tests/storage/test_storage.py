@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
-import resource
 import signal
-import struct
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +32,7 @@ from deltabars.storage import format as storage
 from deltabars.storage.writing import write_text, write_whole, write_whole_folder
 from tests.conftest import cached_case
 from tests.networks import make_case
-from tests.stopping import end, start
+from tests.stopping import end, full_disk, start
 from tests.workshop import contents
 
 ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
@@ -73,17 +69,6 @@ def same(a, b):
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-@contextmanager
-def full_disk(most=2000):
-    """No file may become longer than `most` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 class TestRoundTrip:
     @pytest.mark.parametrize("size", ["5GB", 500])
     @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -103,23 +88,19 @@ class TestRoundTrip:
         assert torch.equal(back.sample(2, seed=1), fit.sample(2, seed=1))
 
     def test_a_new_process_predicts_the_same_bits(self, fit, path, dense_case, tmp_path):
-        torch.save(dense_case.model.state_dict(), tmp_path / "weights.pt")
-        torch.save(dense_case.unseen, tmp_path / "inputs.pt")
         program = """
 import sys, torch, deltabars
-from tests.networks import dense
-folder = sys.argv[1]
-model = dense().double()
-model.load_state_dict(torch.load(folder + "/weights.pt", weights_only=True))
-out = deltabars.load(folder + "/net.deltabars", model).predict(torch.load(folder + "/inputs.pt"))
-torch.save({"std": out.std, "score_error": out.score_error}, folder + "/out.pt")
+from tests.conftest import cached_case
+folder, case = sys.argv[1], cached_case("dense")
+out = deltabars.load(folder + "/net.deltabars", case.model).predict(case.unseen)
+torch.save([out.std, out.score_error], folder + "/out.pt")
 """
         # As many threads as here: the order of sums is part of the bits.
         environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=environment)
         there, here = torch.load(tmp_path / "out.pt"), fit.predict(dense_case.unseen)
-        assert torch.equal(there["std"], here.std)
-        assert torch.equal(there["score_error"], here.score_error)
+        assert torch.equal(there[0], here.std)
+        assert torch.equal(there[1], here.score_error)
 
     @pytest.mark.parametrize(
         ("name", "expected"),
@@ -143,10 +124,8 @@ torch.save({"std": out.std, "score_error": out.score_error}, folder + "/out.pt")
         index = json.loads((folder / "index.json").read_text())
         names = [f"vectors-0000{k}-of-00005.safetensors" for k in range(1, 6)]
         assert sorted(os.listdir(folder)) == ["fit.safetensors", "index.json", *names]
-        starts = [0, 9, 18, 27, 36]
-        assert [(part["file"], part["start"]) for part in index["parts"]] == list(
-            zip(names, starts, strict=True)
-        )
+        assert [part["file"] for part in index["parts"]] == names
+        assert [part["start"] for part in index["parts"]] == [0, 9, 18, 27, 36]
         assert index["total_size"] == 43 * 18 * 8
 
     def test_a_path_that_is_a_folder_or_ends_like_one(self, fit, tmp_path, dense_case):
@@ -236,10 +215,9 @@ class TestRounded:
             assert exact < SHORT[dtype] * 2
             assert back.spectra[name].rounding == found["norm"]
         assert torch.equal(back.overlap, fit.overlap)  # that of the vectors before
-        # As it is, and longer: nothing more is lost, also from memory. Shorter: it adds up.
-        for asked, offload in ((None, True), ("float64", True), (None, False)):
-            whole = deltabars.load(tmp_path / "a", dense_case.model, offload=offload)
-            whole.save(tmp_path / "b", dtype=asked)
+        # As it is, and longer: nothing more is lost. Shorter: it adds up.
+        for asked in (None, "float64"):
+            back.save(tmp_path / "b", dtype=asked)
             again = deltabars.load(tmp_path / "b", dense_case.model)
             assert torch.equal(again.overlap, fit.overlap)
             assert again.spectra["opg"].rounding == back.spectra["opg"].rounding
@@ -296,23 +274,13 @@ class TestAnotherModel:
             deltabars.load(tmp_path / "a", case.model)
 
 
-def rewrite_header(path, **changes):
-    raw = path.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    outline = json.loads(raw[8 : 8 + length])
-    header = json.loads(outline["__metadata__"]["deltabars"]) | changes
-    outline["__metadata__"]["deltabars"] = json.dumps(header)
-    text = json.dumps(outline).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-
 def forge(path, name="", **changes):
     """Change the header or the tensors of a file, with a digest that is right, also in an index."""
     header, tensors = storage.read(path / name)
     tensors |= {name: value for name, value in changes.items() if "." in name or name == "overlap"}
     header |= {name: value for name, value in changes.items() if name not in tensors}
     kept = {name: value for name, value in tensors.items() if value is not None}
-    digest = storage.write(path / name, header, kept, header["format"])
+    digest = storage.write(path / name, header, kept, header.pop("format"))
     if name:
         content = json.loads((path / "index.json").read_text())
         for entry in [content["fit"], *content["parts"]]:
@@ -328,22 +296,18 @@ def seal(path, content):
 VALUES = {
     "unsorted": {"opg.values": torch.arange(9.0)},
     "a value that is NaN": {"opg.values": torch.full((9,), torch.nan)},
-    "whole values": {"opg.values": torch.ones(9, dtype=torch.int64)},
     "one value": {"opg.values": torch.tensor(1.0)},
     "a negative residual": {"opg.residuals": torch.full((9,), -1e-9)},
-    "too few residuals": {"opg.residuals": torch.zeros(3)},
     "too many at the lower end": {"opg.smallest": torch.zeros(10_000)},
     "complex ones": {"opg.smallest": torch.zeros(2, 2, dtype=torch.complex64)},
     "an overlap of no unit vectors": {"overlap": torch.full((9, 9), 5.0).double()},
     "no λ": {"l2": -1.0},
-    "no examples": {"num_examples": 0},
 }
 VECTORS = {
     "longer": lambda rows: rows * 1.1,
     "zeros": torch.zeros_like,
     "NaN": lambda rows: rows * torch.nan,
     "one vector twice": lambda rows: rows[[0, 0, 2, 3, 4, 5, 6, 7, 8]],
-    "too few": lambda rows: rows[:-1],
     "too narrow": lambda rows: rows[:, 1:],
     "one number": lambda rows: rows[0],
     "whole numbers": lambda rows: rows.long(),
@@ -386,13 +350,12 @@ class TestRefused:
 
     def test_what_is_said(self, fit, tmp_path, dense_case):
         path = tmp_path / "a"
-        for change, kind, message in (
-            ({"format": 4}, FormatVersionError, "has format 4; this version of deltabars reads up"),
-            ({"format": "x"}, CorruptFileError, "no format version"),
-            ({"l2": 1.0}, CorruptFileError, "altered: its content does not match its digest"),
+        for version, kind, message in (
+            (4, FormatVersionError, "has format 4; this version of deltabars reads up to 3"),
+            ("x", CorruptFileError, "no format version"),
         ):
             fit.save(path)
-            rewrite_header(path, **change)
+            forge(path, format=version)
             with pytest.raises(kind, match=message):
                 deltabars.load(path, dense_case.model)
         path.write_bytes(b"not a fit at all, but long enough to have a header")
@@ -413,12 +376,9 @@ class TestRefused:
         "change",
         [
             lambda c: c["parts"].pop(1),
-            lambda c: c["parts"].pop(),
             lambda c: c["parts"].clear(),
-            lambda c: c["parts"].append(c["parts"][0]),
             lambda c: c["parts"].reverse(),
             lambda c: c["parts"][0].update(file="../elsewhere.safetensors"),
-            lambda c: c["parts"][0].update(file="/etc/passwd"),
             lambda c: c["parts"][0].update(file=c["parts"][1]["file"]),
             lambda c: c["parts"].__setitem__(0, [1]),
             lambda c: c["fit"].update(digest="0"),
@@ -432,21 +392,6 @@ class TestRefused:
         seal(folder / "index.json", content)
         with pytest.raises(CorruptFileError, match=r"^[^\n]+ is altered[^\n]+$"):
             deltabars.load(folder, dense_case.model)
-
-    def test_random_indexes_give_this_fit_or_an_error(self, fit, folder, dense_case):
-        draw = random.Random(0)
-        junk = [None, -1, 0, 43, 2**63, 2**200, 1e999, "", "../x", [], {}, [[]], True]
-        whole = (folder / "index.json").read_text()
-        for _ in range(100):
-            content = json.loads(whole)
-            there = [(content, key) for key in content]
-            there += [(part, key) for part in (*content["parts"], content["fit"]) for key in part]
-            container, key = draw.choice(there)
-            container[key] = draw.choice(junk)
-            seal(folder / "index.json", content)
-            with suppress(StorageError):
-                found = deltabars.load(folder, dense_case.model)
-                assert torch.equal(found.spectra["opg"].vectors, fit.spectra["opg"].vectors)
 
     @pytest.mark.parametrize("option", [{"dtype": "int8"}, {"max_file_size": "large"}])
     def test_options(self, fit, tmp_path, option):
@@ -485,7 +430,6 @@ class TestWholeOrNotAtAll:
         try:
             fit.save(tmp_path / "file")
             fit.save(tmp_path / "folder", max_file_size=2000)
-            write_text(tmp_path / "text", "a")
         finally:
             os.umask(before)
         for path in tmp_path.rglob("*"):
@@ -548,13 +492,6 @@ class TestWholeOrNotAtAll:
         write_text(tmp_path / "b", "b")
         assert (path / "part").read_text() == "whole"
         assert contents(tmp_path) == {"a", "a/part", "b"}
-
-    def test_links_are_replaced_and_not_followed(self, tmp_path):
-        (tmp_path / "outside").write_text("untouched")
-        os.symlink(tmp_path / "outside", tmp_path / "a.txt")
-        write_text(tmp_path / "a.txt", "new")
-        assert (tmp_path / "outside").read_text() == "untouched"
-        assert (tmp_path / "a.txt").read_text() == "new\n"
 
 
 def age(folder):

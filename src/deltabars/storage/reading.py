@@ -59,8 +59,8 @@ def read_outline(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the bytes of a file, which may be a pipe; a ValueError for more than `most`."""
-    with Path(path).open("rb") as file:
+    """Return the bytes of a file; a ValueError for more than `most`."""
+    with open_plain(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")

@@ -17,15 +17,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.data import (
-    Batch,
-    as_tensors,
-    batch_of,
-    collated,
-    is_fixed,
-    iterate,
-    leaves,
-)
+from deltabars.problem.data import Batch, as_tensors, batch_of, collated, is_fixed, iterate, leaves
 from deltabars.report.page.subject import short
 from deltabars.runtime.progress import Progress
 
