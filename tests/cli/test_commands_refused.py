@@ -124,8 +124,8 @@ def pair():
 EARLY = [
     *(("fit", options) for options in (
         "--l2 0", "--l2 none*=1", "--rank 0", "--rank 461", "--rank auto --tolerance 0",
-        "--seed -1", "--tolerance 0.1", "--batch-size 0", "--residual-tolerance 0", "--max-products 0",
-        "--smallest 1", "--params none*", "--max-seconds 0", "--pos-weight 1",
+        "--seed -1", "--tolerance 0.1", "--batch-size 0", "--residual-tolerance 0",
+        "--max-products 0", "--smallest 1", "--params none*", "--max-seconds 0", "--pos-weight 1",
         "--solver incremental --estimator hessian",
     )),
     ("predict", "--rank 31"), ("predict", "--batch-size 0"), ("rank", "--estimator ggn"),
