@@ -107,18 +107,6 @@ def test_the_basis_stays_within_its_room(solver, values):
     assert peak <= 40 + 2 * 16 + 4 * block + 80 * 4096 / matrix.shape[0]
 
 
-@pytest.mark.parametrize("max_vectors", [None, 40])
-@pytest.mark.parametrize("solver", list(SOLVERS))
-def test_copies_are_found_among_many_columns(solver, max_vectors):
-    """A start vector sees one copy, a block two; a random one hardly sees any of the rest."""
-    matrix = Diagonal(VALUES["repeated"], 10_000)
-    for seed in range(4):
-        options = {"tolerance": 1e-4, "max_vectors": max_vectors, "seed": seed}
-        values = SOLVERS[solver](matrix, 20, **options).values
-        assert values[:12].tolist() == pytest.approx([3.0] * 12, abs=1e-4)
-        assert float(values[12]) < 2.1
-
-
 def test_a_fit_with_a_small_budget_gives_the_same_pairs():
     """Everything is scarce at once: nothing is kept, and the bases are restarted."""
     with torch.random.fork_rng():

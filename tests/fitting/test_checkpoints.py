@@ -7,8 +7,6 @@ import random
 import shutil
 import signal
 import time
-import warnings
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -24,12 +22,10 @@ from deltabars.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
     ConvergenceWarning,
-    NotEnoughMemoryError,
     StorageError,
 )
 from deltabars.fitting.checkpoints import CheckpointFolder, opened
 from deltabars.runtime.distributed import Group
-from deltabars.storage import format as storage
 from tests.stopping import (
     WAYS,
     differing,
@@ -92,17 +88,15 @@ class TestKilled:
         assert [path.name for path in files(half)] == ["hessian.safetensors"]
         assert saved(half) > kept / 2
 
-    def test_a_finished_fit_is_returned_at_once(self, half):
+    def test_a_finished_fit_is_returned_at_once(self, half, tmp_path):
         first, again = fit(half, **SOME), fit(half, **SOME)
         assert not differing(first, plain())
         assert again.diagnostics["hessian"] == first.diagnostics["hessian"]  # the seconds too
         (state,) = files(half).values()
         assert len(state) < 1.2 * plain().spectra["hessian"].vectors.nbytes + 20_000
-
-    def test_a_finished_fit_gives_its_warnings_again(self, tmp_path):
-        for _ in range(2):
+        for _ in range(2):  # with its warnings, each time
             with pytest.warns(ConvergenceWarning, match="have not converged"):
-                fit(tmp_path, max_products=15, **SOME)
+                fit(tmp_path / "few", max_products=15, **SOME)
 
     def test_states_are_saved_at_intervals(self, tmp_path):
         """A fit of less than the interval saves what it found, and nothing before."""
@@ -182,7 +176,7 @@ class TestMismatch:
         with pytest.raises(CheckpointMismatchError, match="derivatives of the model have changed"):
             fit(tmp_path, model=other, estimator="hessian", rank=5)
 
-    def test_another_probe_is_refused(self, tmp_path):
+    def test_another_probe(self, tmp_path):
         inputs = subject()[1][0]
         fit(tmp_path, probe=inputs[:9], **WAYS["auto"])
         with pytest.raises(CheckpointMismatchError, match="other probe"):
@@ -215,12 +209,12 @@ class TestMismatch:
 
     def test_what_is_no_folder(self, tmp_path):
         (tmp_path / "file").write_text("mine")
-        for given, error, message in (
-            (3, BadValueError, "expected the path of a folder, got 3"),
-            ("no/such/parent/kept", StorageError, "expected a folder that exists, got .*parent"),
-            (tmp_path / "file", StorageError, "expected a folder that can be written to, got"),
+        for given, error in (
+            (3, BadValueError),
+            ("no/such/parent/kept", StorageError),
+            (tmp_path / "file", StorageError),
         ):
-            with pytest.raises(error, match=f"checkpoint: {message}"):
+            with pytest.raises(error, match=r"checkpoint: expected .*folder"):
                 deltabars.fit(*subject(), l2=1.0, checkpoint=given)
         for seconds in (-1, float("nan"), "60"):
             with pytest.raises(BadValueError, match="seconds: expected a number from zero on"):
@@ -240,18 +234,11 @@ class TestAltered:
     def test_it_starts_anew_with_a_warning(self, half, alter):
         (state,) = files(half)
         state.write_bytes(alter(state.read_bytes()))
-        with watched() as caught:
+        with pytest.warns(CheckpointWarning) as caught:
             assert not differing(fit(half, **SOME), plain())
         (one,) = caught
         assert "expected whole files, got one of the hessian" in str(one.message)
         assert not differing(fit(half, **SOME), plain())
-
-    def test_a_forged_state_is_refused_in_one_line(self, half):
-        (state,) = files(half)
-        header, tensors = storage.read(state)
-        storage.write(state, header, {**tensors, "block": torch.zeros(2, 3)})
-        with pytest.raises(StorageError, match=r"^checkpoint: expected a state of this [^\n]+$"):
-            fit(half, **SOME)
 
 
 class TestTwoProcesses:
@@ -289,29 +276,10 @@ class TestTwoProcesses:
         assert not differing(fit(half, **SOME), plain())
 
 
-class Hungry(nn.Module):
-    """Asks for more memory than there is after so many passes that record gradients.
-
-    Its numbers are of the class, which a fit shares with its private copy of the model.
-    """
-
-    passes, most = 0, 1 << 30
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        Hungry.passes += torch.is_grad_enabled()
-        if Hungry.passes > Hungry.most:
-            torch.empty(1 << 50)
-        return self.inner(x)
-
-
 class TestNoRoom:
     @pytest.mark.parametrize("limit", [500, 12_000, 40_000])
     def test_a_full_disk_costs_one_warning(self, tmp_path, limit):
-        with full_disk(limit), watched() as caught:
+        with full_disk(limit), pytest.warns(CheckpointWarning) as caught:
             assert not differing(fit(tmp_path, **WAYS["sandwich"]), plain("sandwich"))
         (one,) = caught
         assert "expected to save the state of the fit, got an error (Cannot" in str(one.message)
@@ -323,23 +291,3 @@ class TestNoRoom:
             assert not differing(fit(half, **SOME), plain())
         assert files(half) == before
         assert not differing(fit(half, **SOME), plain())
-
-    def test_out_of_memory_loses_nothing_that_was_saved(self, tmp_path):
-        """The allocator refuses, in the middle; with memory again the fit is resumed."""
-        options = {"estimator": "opg", "rank": 16, "memory_budget": 880_000}
-        options["model"] = Hungry(subject()[0])
-        once, passes = fit(**options), Hungry.passes
-        Hungry.passes, Hungry.most = 0, passes // 2
-        with pytest.raises(NotEnoughMemoryError), pytest.warns(deltabars.errors.MemoryWarning):
-            fit(tmp_path, **options)
-        Hungry.passes, Hungry.most = 0, 1 << 30
-        assert not differing(fit(tmp_path, **options), once)
-        assert Hungry.passes < 0.75 * passes
-
-
-@contextmanager
-def watched():
-    """The warnings about checkpoints, none of which is an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        yield caught

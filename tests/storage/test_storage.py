@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ ESTIMATORS = ("hessian", "opg", "sandwich", "ggn")
 FIELDS = ("values", "vectors", "residuals", "smallest", "smallest_residuals")
 SHORT = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}  # half of an ulp, relative
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+TOGETHER = {"group": Group(), "replace": True}
 SEVERAL = 9 * 18 * 8  # bytes of nine of the 43 columns of `fit`: five files
 
 
@@ -86,21 +88,6 @@ class TestRoundTrip:
                 assert torch.equal(getattr(back.spectra[name], field), getattr(pairs, field))
         assert same(back.predict(dense_case.unseen), fit.predict(dense_case.unseen))
         assert torch.equal(back.sample(2, seed=1), fit.sample(2, seed=1))
-
-    def test_a_new_process_predicts_the_same_bits(self, fit, path, dense_case, tmp_path):
-        program = """
-import sys, torch, deltabars
-from tests.conftest import cached_case
-folder, case = sys.argv[1], cached_case("dense")
-out = deltabars.load(folder + "/net.deltabars", case.model).predict(case.unseen)
-torch.save([out.std, out.score_error], folder + "/out.pt")
-"""
-        # As many threads as here: the order of sums is part of the bits.
-        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=environment)
-        there, here = torch.load(tmp_path / "out.pt"), fit.predict(dense_case.unseen)
-        assert torch.equal(there[0], here.std)
-        assert torch.equal(there[1], here.score_error)
 
     @pytest.mark.parametrize(
         ("name", "expected"),
@@ -227,29 +214,23 @@ class TestRounded:
             again = deltabars.load(tmp_path / "c", dense_case.model)
             assert again.spectra["opg"].rounding > 1000 * back.spectra["opg"].rounding
 
-    @pytest.mark.parametrize("kind", ["dense", "linear"])
     @pytest.mark.parametrize("dtype", SHORT)
-    def test_the_exact_value_lies_in_the_interval(self, kind, dtype, tmp_path):
+    def test_the_exact_value_lies_in_the_interval(self, dtype, tmp_path):
         """At every rank; and the interval holds that of the fit before it was rounded."""
-        case = cached_case(kind)
-        positive = float(torch.linalg.eigvalsh(case.oracle.hessian())[0]) > 0
-        names = ["opg", "sandwich"] if positive else ["opg"]
-        fit = fitted(case, names[-1], case.oracle.size)
+        case = cached_case("linear")
+        fit = fitted(case, rank=case.oracle.size)
         fit.save(tmp_path / "a", dtype=dtype)
-        short = deltabars.load(tmp_path / "a", case.model)
-        missed = 0
+        short, missed = deltabars.load(tmp_path / "a", case.model), 0
         for rank in range(1, case.oracle.size + 1, 2):
-            asked = {"rank": rank, "estimator": names, "moderation": None}
+            asked = {"rank": rank, "estimator": ["opg", "sandwich"], "moderation": None}
             after, before = short.predict(case.unseen, **asked), fit.predict(case.unseen, **asked)
-            for name in names:
-                out, narrow, exact = after[name], before[name], case.oracle.std(name, case.unseen)
-                assert bool((out.std_low - 1e-9 <= exact).all())
-                assert bool((exact <= out.std_high + 1e-9).all())
-                assert bool(((out.std - exact).abs() <= out.std_error + 1e-9).all())
-                assert bool((out.std_low <= narrow.std_low + 1e-9).all())
-                assert bool((out.std_high >= narrow.std_high - 1e-9).all())
-                off = (out.std - exact).abs() - narrow.std_error
-                missed += int((off > 1e-6).sum())
+            for name, out in after.items():
+                narrow, exact = before[name], case.oracle.std(name, case.unseen)
+                assert bool((out.std_low - 1e-9 <= torch.minimum(exact, narrow.std_low)).all())
+                assert bool((torch.maximum(exact, narrow.std_high) <= out.std_high + 1e-9).all())
+                off = (out.std - exact).abs()
+                assert bool((off <= out.std_error + 1e-9).all())
+                missed += int((off - narrow.std_error > 1e-6).sum())
         if dtype == "bfloat16":
             assert missed  # by the bound of exact vectors
 
@@ -302,6 +283,7 @@ VALUES = {
     "complex ones": {"opg.smallest": torch.zeros(2, 2, dtype=torch.complex64)},
     "an overlap of no unit vectors": {"overlap": torch.full((9, 9), 5.0).double()},
     "no λ": {"l2": -1.0},
+    "a module of torch": {"inputs": {"names": None, "dtypes": ["torch.onnx"], "shapes": [None]}},
 }
 VECTORS = {
     "longer": lambda rows: rows * 1.1,
@@ -361,16 +343,6 @@ class TestRefused:
         path.write_bytes(b"not a fit at all, but long enough to have a header")
         with pytest.raises(CorruptFileError, match="is not a deltabars file"):
             deltabars.load(path, dense_case.model)
-
-    def test_files_of_another_fit(self, folder, dense_case, tmp_path):
-        """Of the same shapes, each of them whole."""
-        fitted(cached_case("dense", 29, 0.05, 1)).save(tmp_path / "other", max_file_size=SEVERAL)
-        for path in (tmp_path / "other").glob("*.safetensors"):
-            mine = (folder / path.name).read_bytes()
-            (folder / path.name).write_bytes(path.read_bytes())
-            with pytest.raises(CorruptFileError, match="not the one of the index"):
-                deltabars.load(folder, dense_case.model)
-            (folder / path.name).write_bytes(mine)
 
     @pytest.mark.parametrize(
         "change",
@@ -435,36 +407,28 @@ class TestWholeOrNotAtAll:
         for path in tmp_path.rglob("*"):
             assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~0o027
 
-    @pytest.mark.parametrize("is_folder", [False, True])
-    def test_what_a_killed_writer_left_is_removed_by_a_later_one(self, tmp_path, is_folder):
-        path, theirs = tmp_path / "a", tmp_path / ".a.draft"
-        theirs.mkdir()
+    @pytest.mark.parametrize("write", [write_whole, partial(write_whole_folder, **TOGETHER)])
+    def test_what_a_killed_writer_left_is_removed_by_a_later_one(self, tmp_path, write):
+        (tmp_path / ".a.draft").mkdir()  # of somebody else
         reader, writer = os.pipe()
 
         def half(draft):
-            (draft / "part" if is_folder else draft).write_bytes(b"half")
+            (draft / "part" if draft.is_dir() else draft).write_bytes(b"half")
             os.write(writer, b"x")
             time.sleep(60)
 
         def whole(draft):
             assert len(contents(tmp_path)) > 1  # its own draft stays, whoever is at work
-            (draft / "part" if is_folder else draft).write_bytes(b"whole")
-            write_whole(tmp_path / "b", lambda other: other.write_text("b"))
+            (draft / "part" if draft.is_dir() else draft).write_bytes(b"whole")
+            write_text(tmp_path / "b", "b")
 
-        def write(content):
-            if is_folder:
-                write_whole_folder(path, content, Group(), replace=True)
-            else:
-                write_whole(path, content)
-
-        pid = start(lambda: write(half))
+        pid = start(lambda: write(tmp_path / "a", half))
         os.read(reader, 1)
         os.kill(pid, signal.SIGKILL)
         end(pid)
         age(tmp_path)
-        write(whole)
-        expected = {".a.draft", "a", "b"} | ({"a/part"} if is_folder else set())
-        assert contents(tmp_path) == expected
+        write(tmp_path / "a", whole)
+        assert contents(tmp_path) - {"a/part"} == {".a.draft", "a", "b"}
 
     def test_a_folder_that_was_being_replaced_comes_back(self, tmp_path, monkeypatch):
         """Its writer was killed when the old one was away and the new one was not there yet."""
@@ -474,18 +438,13 @@ class TestWholeOrNotAtAll:
             draft.joinpath("part").write_text("whole")
 
         def replace_it():
-            moves, move = [], os.replace
+            move = os.replace
+            monkeypatch.setattr(
+                os, "replace", lambda a, b: (move(a, b), os.kill(os.getpid(), signal.SIGKILL))
+            )
+            write_whole_folder(path, fill, **TOGETHER)
 
-            def once(source, target):
-                moves.append(source)
-                if len(moves) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                move(source, target)
-
-            monkeypatch.setattr(os, "replace", once)
-            write_whole_folder(path, fill, Group(), replace=True)
-
-        write_whole_folder(path, fill, Group(), replace=False)
+        write_whole_folder(path, fill, **TOGETHER)
         assert end(start(replace_it)) == -signal.SIGKILL
         assert not path.exists()
         age(tmp_path)
@@ -502,22 +461,20 @@ def age(folder):
 
 LARGE = """
 import sys, threading, time, torch, deltabars
-from tests.storage.test_storage import anonymous, large_model
+from tests.storage.test_storage import anonymous, cached_case, fitted, large_model
 model, inputs = large_model()
-fit = deltabars.load(sys.argv[1], model, offload=True)
-fit.predict(inputs)  # all that is imported, set up and compared only once
+fitted(cached_case("dense"), "opg", 5).predict(cached_case("dense").unseen)  # what is set up once
 before, most, done = anonymous(), 0, False
 
 def watch():
     global most
     while not done:
         most = max(most, anonymous())
-        time.sleep(0.002)
+        time.sleep(0.001)
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-deltabars.load(sys.argv[1], model, offload=True)
-out = fit.predict(inputs)
+out = deltabars.load(sys.argv[1], model, offload=True).predict(inputs)
 done = True
 watcher.join()
 torch.save((most - before, out.std, out.std_low), sys.argv[2])
@@ -540,10 +497,9 @@ def large_model():
 def test_memory_of_a_prediction_from_files(tmp_path):
     """P = 2 million, K = 50: 400 MB of eigenvectors, of which a part is in memory at a time."""
     model, inputs = large_model()
+    data = inputs, torch.tensor([0, 1, 0, 1])
     with pytest.warns(deltabars.errors.OptimumWarning):
-        small = deltabars.fit(
-            model, (inputs, torch.tensor([0, 1, 0, 1])), l2=0.1, rank=2, progress=False
-        )
+        small = deltabars.fit(model, data, l2=0.1, rank=2, progress=False)
     size, rank = small.num_parameters, 50
     vectors = torch.zeros(rank, size)
     vectors[torch.arange(size) % rank, torch.arange(size)] = torch.randn(size)
@@ -557,8 +513,7 @@ def test_memory_of_a_prediction_from_files(tmp_path):
     arguments = [str(tmp_path / name) for name in ("large", "out.pt")]
     subprocess.run([sys.executable, "-c", LARGE, *arguments], check=True, env=ENVIRONMENT)
     most, std, low = torch.load(tmp_path / "out.pt", weights_only=True)
-    print(f"{most / 1e6:.0f} MB for {vectors.nbytes / 1e6:.0f}")
-    assert most < 0.4 * vectors.nbytes
+    assert most < 100e6  # as docs/scale.md says
     out = fit.predict(inputs)
     torch.testing.assert_close(std, out.std, rtol=1e-5, atol=0)
     torch.testing.assert_close(low, out.std_low, rtol=1e-5, atol=0)

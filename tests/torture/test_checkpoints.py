@@ -14,6 +14,7 @@ import pytest
 
 from deltabars.errors import CheckpointWarning
 from tests.fitting.test_checkpoints import files
+from tests.hostile import mutated
 from tests.stopping import (
     LONGER,
     WAYS,
@@ -37,26 +38,18 @@ def killed(chance, way, folder, options):
 
 
 def altered(chance, way, folder, options):
-    """Change bytes, cut them off, put some in, or remove or exchange files of a killed fit."""
+    """Change, remove or exchange files of a killed fit."""
     kill_after(folder, 4, **options)
     for _ in range(chance.randint(1, 3)):
-        contents = {path: content for path, content in files(folder).items() if content}
-        if contents:
-            path = chance.choice(sorted(contents))
-            content, place = contents[path], chance.randrange(len(contents[path]))
-            path.unlink()
-            changed = {
-                "flip": bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :],
-                "cut": b"",
-                "grow": content[place:] + bytes(chance.randrange(1, 5000)),
-                "zeros": bytes(len(content[place : place + 512])) + content[place + 512 :],
-                "insert": b"x" + content[place:],
-            }
-            how = chance.choice([*changed, "remove", "exchange"])
-            if how == "exchange":
-                path.write_bytes(contents[chance.choice(sorted(contents))])
-            elif how != "remove":
-                path.write_bytes(content[:place] + changed[how])
+        contents = files(folder)
+        path, other = (chance.choice(sorted(contents)) for _ in range(2))
+        match chance.choice(["mutate", "mutate", "mutate", "remove", "exchange"]):
+            case "mutate":
+                path.write_bytes(mutated(contents[path], chance))
+            case "remove" if len(contents) > 1:
+                path.unlink()
+            case _:
+                path.write_bytes(contents[other])
     return "altered"
 
 

@@ -137,10 +137,6 @@ class Session:
             _check_same(header.get("identity") or {}, self._identity)
         self._saved_at = time.monotonic()
 
-    def of(self, matrix: str) -> MatrixCheckpoint:
-        """Return the checkpoint of one matrix's eigenpairs."""
-        return MatrixCheckpoint(self, matrix)
-
     def paths(self, matrix: str) -> tuple[Path, Path]:
         """Return the file of a state, and the new one that is to take its place."""
         stem = f"{matrix}{self._ending}"
@@ -264,10 +260,7 @@ class MatrixCheckpoint:
 
 
 def identity_of(record: Mapping[str, Any], problem: Problem, probe: int | None) -> dict[str, Any]:
-    """Return what a checkpoint has to share with a fit, from its manifest and its probe's print.
-
-    The device, the batch size and the number of threads change last bits alone and are left out.
-    """
+    """Return what a checkpoint has to share with a fit: what changes more than last bits."""
     options = {k: v for k, v in record["options"].items() if k not in _MAY_CHANGE}
     return {
         "format": _FORMAT,

@@ -51,16 +51,10 @@ from deltabars.storage import format as storage
 from deltabars.storage.writing import read_settled, write_whole_folder
 
 MAX_FILE_SIZE = "5GB"
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _SMALL = ("values", "residuals", "smallest", "smallest_residuals")
 _OVERLAP, _OUTPUTS = "overlap", "behaviour.outputs"
 _ROUNDING_UP = 1 + 1e-3  # of norms that are computed in float32 and float64
-
 _LONGEST_NAME, _MOST_DIMENSIONS = 200, 25
 _SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
 _COMPARED, _AT_ONCE = 8, 1 << 20  # vectors, to one another; numbers of all of them
@@ -251,9 +245,9 @@ def read_fields(
             count = len(parts[name][0].rows)
             vectors = PartedVectors(parts[name], count, dtype, torch.device("cpu"))
             small = {field: tensors[f"{name}.{field}"] for field in _SMALL}
-            pairs = EigenPairs(vectors=vectors, statistics=header["statistics"][name], **small)
-            _check_pairs(name, pairs, space.size)
-            spectra[name] = pairs
+            statistics = header["statistics"][name]
+            spectra[name] = EigenPairs(vectors=vectors, statistics=statistics, **small)
+            _check_pairs(name, spectra[name], space.size)
         inputs = header["inputs"]
         signature = Signature(
             None if inputs["names"] is None else tuple(inputs["names"]),
@@ -262,7 +256,7 @@ def read_fields(
         )
         likelihood = from_description(header["likelihood"])
         behaviour, outputs = None, tensors.get(_OUTPUTS)
-        if "behaviour" in header and outputs is not None:
+        if header.get("behaviour") is not None and outputs is not None:
             right = outputs.ndim == 2 and outputs.dtype == torch.float64
             _expect(right and bool(outputs.isfinite().all()), "behaviour")
             noted = header["behaviour"]["ranges"]

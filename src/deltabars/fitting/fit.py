@@ -22,7 +22,7 @@ from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.eigen.pairs import EigenPairs
 from deltabars.errors import DataWarning, ModelError, option, warn
-from deltabars.fitting.checkpoints import Checkpoint, Session, identity_of, opened
+from deltabars.fitting.checkpoints import Checkpoint, MatrixCheckpoint, Session, identity_of, opened
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.growth import Probe
 from deltabars.fitting.solving import Deadline, Task, solve
@@ -270,7 +270,7 @@ def _solve_all(
     for index, name in enumerate(names):
         operator = OPERATORS[name](problem)
         growth = None if chosen is None else chosen.growth(operator, name, estimator, spectra)
-        kept = None if session is None else session.of(name)
+        kept = None if session is None else MatrixCheckpoint(session, name)
         own = deadline.first_of(len(names) - index)
         task = Task(name, operator, options, growth, kept, own, progress)
         spectra[name], diagnostics[name] = solve(task)

@@ -184,7 +184,12 @@ def write_whole_folder(
     try:
         with ExitStack() as stack:
             if group.is_first:
-                draft = stack.enter_context(_draft_folder(folder))
+                draft = _draft_of(folder)
+                draft.mkdir()
+                stack.enter_context(turn(draft))
+                stack.callback(_remove_draft, draft)
+                remove_left(folder.parent)
+                (draft / folder.name).mkdir()
             draft = group.broadcast_object(draft) / folder.name
             writer(draft)
             group.gather_objects(None)  # all parts of it are there
@@ -200,20 +205,6 @@ def write_whole_folder(
         raise StorageError(f"Cannot write {folder}: {reason or error}.") from error
     except StorageError as error:
         raise StorageError(str(error).replace(str(draft), str(folder))) from error
-
-
-@contextmanager
-def _draft_folder(folder: Path) -> Iterator[Path]:
-    """Make a locked draft with an empty folder of the same name in it; remove it afterwards."""
-    draft = _draft_of(folder)
-    draft.mkdir()
-    with turn(draft):
-        try:
-            remove_left(folder.parent)
-            (draft / folder.name).mkdir()
-            yield draft
-        finally:
-            _remove_draft(draft)
 
 
 def read_settled(path: Path, read: Callable[[], T]) -> T:
@@ -233,7 +224,7 @@ def read_settled(path: Path, read: Callable[[], T]) -> T:
     raise AssertionError("the last reading returns or raises")
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
+def _stamp(path: Path) -> object:
     with suppress(OSError, ValueError):
         found = path.stat()
         return found.st_dev, found.st_ino, found.st_mtime_ns
