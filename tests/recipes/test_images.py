@@ -26,11 +26,6 @@ def write(path, content, zipped=False):
 
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzipped"])
 class TestIdx:
-    def test_items(self, tmp_path, zipped):
-        path = write(tmp_path / "x", idx_bytes(IMAGES), zipped)
-        assert torch.equal(read_idx(path), torch.from_numpy(IMAGES))
-        assert torch.equal(read_idx(path, 2), torch.from_numpy(IMAGES[:2]))
-
     @pytest.mark.parametrize(
         ("content", "count", "match"),
         [
@@ -43,9 +38,8 @@ class TestIdx:
     )
     def test_broken(self, tmp_path, zipped, content, count, match):
         path = write(tmp_path / "x", content, zipped)
-        with pytest.raises(DataError, match=match) as caught:
+        with pytest.raises(DataError, match=match):
             read_idx(path, count)
-        assert str(path) in str(caught.value)
 
     def test_mnist(self, tmp_path, zipped):
         end = ".gz" if zipped else ""
@@ -64,8 +58,6 @@ class TestIdx:
 
 
 def test_missing_and_cut_files(tmp_path):
-    with pytest.raises(DataError, match="got nothing there"):
-        read_idx(tmp_path / "x")
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte or .*\.gz in the folder"):
         read_mnist(tmp_path)
     for read in (read_mnist, read_cifar10):
@@ -74,9 +66,8 @@ def test_missing_and_cut_files(tmp_path):
 
 
 def make_records(count, seed):
-    generator = np.random.default_rng(seed)
-    records = generator.integers(0, 256, (count, 3073), dtype=np.uint8)
-    records[:, 0] = generator.integers(0, 10, count)
+    records = np.random.default_rng(seed).integers(0, 256, (count, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
     return records
 
 
@@ -125,25 +116,20 @@ class TestCifar10:
             read_cifar10(folder)
 
 
-class TestWeights:
-    def save(self, path, **changes):
-        arrays = {name: value.numpy() for name, value in paper_network(3).state_dict().items()}
-        np.savez(path, **(arrays | changes))
-        return path
-
-    def test_files(self, tmp_path):
-        path = self.save(tmp_path / "w.npz")
-        network = load_weights(path)
-        for name, value in paper_network(3).state_dict().items():
-            assert torch.equal(network.state_dict()[name], value)
-        path.write_bytes(path.read_bytes()[:1000])
-        with pytest.raises(ModelError, match="truncated or is none"):
+def test_files_of_weights(tmp_path):
+    path, state = tmp_path / "w.npz", paper_network(3).state_dict()
+    arrays = {name: value.numpy() for name, value in state.items()}
+    np.savez(path, **arrays)
+    found = load_weights(path).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="truncated or is none"):
+        load_weights(path)
+    for name, wrong in (
+        ("fc2.bias", np.zeros(3)),
+        ("fc2.bias", 1j * np.ones(10)),
+        ("x", np.ones(3)),
+    ):
+        np.savez(path, **(arrays | {name: wrong}))
+        with pytest.raises(ModelError, match=f"of '{name}', for one"):
             load_weights(path)
-
-    @pytest.mark.parametrize(
-        "change",
-        [{"fc2.bias": np.zeros(3)}, {"fc3.bias": np.zeros(3)}, {"fc2.bias": np.zeros(10, complex)}],
-    )
-    def test_other_arrays(self, tmp_path, change):
-        with pytest.raises(ModelError, match=f"of '{next(iter(change))}', for one"):
-            load_weights(self.save(tmp_path / "w.npz", **change))

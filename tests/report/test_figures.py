@@ -44,8 +44,7 @@ def spectrum():
 
 
 def panel(n=400, wrong=60):
-    p = random(n, 4).softmax(1) ** 3
-    p = p / p.sum(1, keepdim=True)
+    p = (3 * random(n, 4)).softmax(1)
     right = torch.arange(n) >= wrong
     return Panel("OPG", p, p * (1 - p) * (1 + random(n, 4, seed=1)), p.argmax(1), right)
 

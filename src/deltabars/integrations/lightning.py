@@ -59,8 +59,8 @@ def check_repeats(loader: DataLoader[Any]) -> None:
     readings = [loader.collate_fn([data[i] for i in some]) for _ in range(2)]
     if len({fingerprint_of([labelled(reading)]) for reading in readings}) > 1:
         raise DataError(
-            "data: expected training examples that are the same on every reading, got different "
-            "ones (random augmentation?). Give the training data without it with data=."
+            "data: expected training examples that are the same on every reading, got random "
+            "augmentation. Give the training data without it with data=."
         )
 
 
@@ -180,8 +180,8 @@ class FitsAtTheEnd:
             self._scorer = self.fit_.with_progress(False)  # a bar a batch is too many
             return
         warn(
-            "Scores are left out: expected the weights that were fitted, got others (a checkpoint "
-            "of another epoch?). Give ckpt_path=None, or set fit_ to a fit of these weights.",
+            "Scores are left out: expected the weights that were fitted, got others. Give "
+            "ckpt_path=None, or set fit_ to a fit of these weights.",
             ModelWarning,
         )
 

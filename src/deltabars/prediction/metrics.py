@@ -113,9 +113,7 @@ def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int
         raise BadValueError(f"bins: expected a whole number from 1 on, got {bins!r}.")
     highest, label = probabilities.double().max(1)
     if not bool(((highest >= 0) & (highest <= 1)).all()):
-        raise BadValueError(
-            "expected_calibration_error: expected probabilities, got numbers outside [0, 1]."
-        )
+        raise BadValueError("probabilities: expected numbers in [0, 1], got some outside.")
     ends = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=highest.device)
     interval = torch.bucketize(highest, ends[1:-1], right=True)
     surplus = highest - (label == targets).double()
