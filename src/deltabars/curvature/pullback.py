@@ -317,7 +317,7 @@ class Pullback:
 
     def _by_vmap(self, inputs: Inputs, back: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Compute them for all examples at once, a row after the other."""
-        # Not all rows at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
+        # Not all at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
         trained = dict(self.network.trained)
         chosen = {name: trained[name] for name in names}
 
