@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltabars import Problem
 from deltabars.curvature.hessian import HessianOperator
-from deltabars.curvature.layers import patches
 from deltabars.curvature.linear_part import LinearPart
 from tests.architectures import ARCHITECTURES, L2, Architecture, Wired, sample_of
 
@@ -84,44 +83,10 @@ def test_gradients_of_convolutions(kernel, stride, padding, dilation, channels):
     assert (BACKWARD in calls.seen) != flips
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("call", [F.conv_transpose2d, F.conv2d])
-def test_other_convolutions_are_left_alone(call, groups):
-    images = torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    weight = torch.randn(4, 4 // groups, 2, 2, dtype=torch.float64)
-
-    def pull(images, weight, signal):
-        return torch.func.vjp(partial(call, groups=groups), images, weight)[1](signal)
-
-    signal = torch.randn_like(call(images, weight, groups=groups))
-    part = LinearPart(pull, [images, weight], [signal.clone()], GPU)
-    results = part.apply(part.prepare([images, weight]), [signal])
-    for result, exact in zip(results, pull(images, weight, signal), strict=True):
-        torch.testing.assert_close(result, exact, **PRECISION)
-
-
-WINDOWS = [
-    ((3, 2), (1, 1), (0, 0), (1, 1)),
-    ((2, 3), (2, 1), (3, 1), (1, 2)),
-    ((1, 1), (3, 2), (0, 1), (1, 1)),
-    ((5, 5), (1, 1), (2, 2), (2, 1)),
-]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), WINDOWS)
-def test_patches_are_what_a_convolution_multiplies(kernel, stride, padding, dilation, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device here, where patches are cut in another way")
-    images = torch.randn(2, 3, 11, 10, dtype=torch.float64)
-    weight = torch.randn(4, 3, *kernel, dtype=torch.float64)
-    exact = F.conv2d(images, weight, None, stride, padding, dilation)
-    cut = patches(images.to(device), kernel, stride, padding, dilation).cpu()  # (B, T, I)
-    result = (cut @ weight.flatten(1).T).mT.unflatten(2, exact.shape[2:])
-    torch.testing.assert_close(result, exact, **PRECISION)
-
-
-@pytest.mark.parametrize("kind", ["two poolings", "pool with gaps", "convolution with padding"])
+@pytest.mark.parametrize(
+    "kind", ["two poolings", "pool with gaps", "convolution with padding", "convolution in groups",
+             "transposed convolution"],
+)  # fmt: skip
 def test_networks_by_the_graph_for_a_gpu(kind, for_a_gpu):
     sample = sample_of(ARCHITECTURES[kind])
     operator = HessianOperator(Problem(sample.model, sample.data, l2=L2))

@@ -121,5 +121,5 @@ def test_every_fit_reports_what_was_measured_and_the_limits(estimator, solver):
         exact = pairs.vectors @ case.oracle.matrix(name) - pairs.values[:, None] * pairs.vectors
         norms = float(exact.norm(dim=1).square().mean().sqrt())
         assert norms <= found["residual_limit"]
-        # One measurement of a sum with random signs: the root of 7 at the most, and not nothing.
+        # One measurement of a sum with random signs: the root of 7 at most, and not nothing.
         assert found["residual_rms"] <= 7**0.5 * norms + 1e-13

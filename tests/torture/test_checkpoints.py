@@ -33,8 +33,8 @@ STEPS = {"block_krylov": 12, "auto": 6, "ggn": 12}
 
 def killed(chance, way, folder, options):
     """Kill it at random moments until it ends."""
-    count = killed_until_it_ends(folder, chance, STEPS.get(way, 60), 12, **options)
-    return f"{count.kills} kills"
+    kills, _ = killed_until_it_ends(folder, chance, STEPS.get(way, 60), 12, **options)
+    return f"{kills} kills"
 
 
 def altered(chance, way, folder, options):

@@ -233,7 +233,7 @@ class Run:
                     )
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():
-                    raise OSError("it is a link to another folder")
+                    raise OSError("expected a folder, got a link to another")
                 writing.remove_left(folder)
                 writing.write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
                 content = _read_description(self.path)

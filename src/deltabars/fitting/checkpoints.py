@@ -167,8 +167,7 @@ class Session:
         problem = self._any(problem)
         if not problem:
             os.replace(new, path)
-        else:
-            new.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         if problem and not self._has_warned:
             self._has_warned = True
             warn(
