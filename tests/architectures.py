@@ -104,6 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "relu, pool": pooled(nn.ReLU(), nn.MaxPool2d(2), features=8),
     "pool with overlaps": pooled(nn.ReLU(), nn.MaxPool2d(3, 2), features=8, size=(7, 7)),
     "pool with padding": pooled(nn.ReLU(), nn.MaxPool2d(2, padding=1), features=18),
+    "pool with gaps": pooled(nn.ReLU(), nn.MaxPool2d(2, 3), features=8, size=(7, 7)),
     "pool with dilation": pooled(nn.ReLU(), nn.MaxPool2d(2, 2, dilation=2), features=4),
     "two poolings": Architecture(
         lambda: nn.Sequential(

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = CHROMIUM or shutil.which("google-chrome")
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 # The least contrast of any text on what is behind it, and the element that has it.
@@ -42,10 +41,8 @@ NAMELESS = """() => [...document.querySelectorAll(
 SMALL = """() => [...document.querySelectorAll("button, input, select, nav a, summary")]
   .filter((node) => node.checkVisibility() && node.getBoundingClientRect().height < 40)
   .map((node) => node.outerHTML)"""
-HEADINGS = (
-    """() => [...document.querySelectorAll("main :is(h1,h2,h3,h4), header :is(h1,h2,h3,h4)")]"""
-    """.filter((node) => node.checkVisibility()).map((node) => Number(node.tagName[1]))"""
-)
+HEADINGS = """() => [...document.querySelectorAll(":is(main, header) :is(h1,h2,h3,h4)")]
+  .filter((node) => node.checkVisibility()).map((node) => Number(node.tagName[1]))"""
 
 
 @contextmanager
@@ -61,14 +58,7 @@ def chromium() -> Iterator[Any]:
         found.close()
 
 
-def open_window(
-    browser: Any,
-    address: str,
-    trouble: list[str],
-    *,
-    scheme: str = "light",
-    viewport: dict[str, int] = DESK,
-) -> Any:
+def open_window(browser: Any, address: str, trouble: list[str], *, scheme="light", viewport=DESK):
     """A page in a new window; what goes wrong there and what goes out of it is put in `trouble`."""
 
     def requested(request: Any) -> None:
@@ -99,8 +89,8 @@ def column(page, place: int) -> list[str]:
 
 
 def shown(page) -> list[int]:
-    return [int(place) for place in page.locator("#body tr").evaluate_all(
-        "rows => rows.map(row => row.dataset.index)")]  # fmt: skip
+    indices = "rows => rows.map(row => Number(row.dataset.index))"
+    return page.locator("#body tr").evaluate_all(indices)
 
 
 def opened(page) -> str:

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import random
-import re
 import signal
 import tempfile
 import traceback
@@ -36,7 +35,6 @@ from tests.networks import make_case
 from tests.scans import idx_bytes
 
 ABSURD = (-1, 0, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1)
-TEXTS = ("-1", "1e999", "NaN", "Infinity", f"{2**62}", "null", "[]", '"\\u0000"', "../..")
 LONGEST_MESSAGE = 700
 _PATIENCE = 60  # seconds that a child may take
 
@@ -60,10 +58,6 @@ class Tried:
     wrong: list[str]
     peak: int  # bytes above what the process had before
 
-    @property
-    def count(self) -> int:
-        return self.read + self.refused + len(self.wrong)
-
 
 def mutated(seed: bytes, draw: random.Random) -> bytes:
     """A file altered in one to four ways."""
@@ -86,19 +80,9 @@ def _flip(content: bytearray, draw: random.Random) -> bytes:
 
 
 def _put_number(content: bytearray, draw: random.Random) -> bytes:
-    size = draw.choice((2, 4, 8))
+    size, place = draw.choice((2, 4, 8)), draw.randrange(min(len(content), 400) + 1)
     low = draw.choice(ABSURD) & (256**size - 1)
-    place = draw.randrange(min(len(content), 400) + 1)
     content[place : place + size] = low.to_bytes(size, draw.choice(("little", "big")))
-    return bytes(content)
-
-
-def _put_text(content: bytearray, draw: random.Random) -> bytes:
-    """Some number in a text becomes an absurd one, or another thing."""
-    found = list(re.finditer(rb"\d+|\"[\w.]+\"", bytes(content[:4000])))
-    if found:
-        match = draw.choice(found)
-        content[match.start() : match.end()] = draw.choice(TEXTS).encode()
     return bytes(content)
 
 
@@ -116,19 +100,16 @@ def _tamper(content: bytearray, draw: random.Random) -> bytes:
         tree = json.loads(bytes(content))
     except (ValueError, RecursionError):
         return _flip(content, draw)
-    nodes: list[tuple[Any, Any]] = []
-    waiting = [tree] if isinstance(tree, dict | list) else []
+    waiting, nodes = [tree], list[tuple[Any, Any]]()
     while waiting:
         node = waiting.pop()
-        places = node if isinstance(node, dict) else range(len(node))
-        nodes += [(node, place) for place in places]
-        waiting += [node[place] for place in places if isinstance(node[place], dict | list)]
+        if isinstance(node, dict | list):
+            places = list(node) if isinstance(node, dict) else range(len(node))
+            nodes += [(node, place) for place in places]
+            waiting += [node[place] for place in places]
     if nodes:
         node, place = draw.choice(nodes)
-        if draw.random() < 0.2:
-            del node[place]
-        else:
-            node[place] = draw.choice(_THINGS)
+        node[place] = draw.choice(_THINGS)
     return json.dumps(tree).encode()
 
 
@@ -136,14 +117,12 @@ _THINGS = (
     None, True, -1, 0, 0.5, 2**62, 10**30, 1e308, float("nan"), float("inf"), "", "x", "\0",
     "../..", "a" * 5000, [], {}, [[]], {"a": {}}, [1, -2], ["a", 1], "os:system", "/dev/zero",
 )  # fmt: skip
-_WAYS = (_truncate, _flip, _flip, _put_number, _put_text, _splice, _tamper, _tamper, _tamper)
+_WAYS = (_truncate, _flip, _flip, _put_number, _splice, _splice, _tamper, _tamper, _tamper)
 
 
-def every_truncation(subject: Subject, most: int) -> Iterator[bytes]:
+def every_truncation(subject: Subject, most: int) -> list[bytes]:
     """The good files cut at lengths that are spread over them."""
-    for seed in subject.seeds:
-        for length in sorted({round(x) for x in np.linspace(0, len(seed) - 1, most)}):
-            yield seed[:length]
+    return [s[: len(s) * k // most] for s in subject.seeds for k in range(most)]
 
 
 def try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> Tried:
@@ -154,10 +133,8 @@ def try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> Tried:
 def _try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> tuple[int, int, list]:
     read, refused, wrong = 0, 0, []
     with tempfile.TemporaryDirectory() as outside:
-        folder = Path(outside) / "inside"
-        folder.mkdir()
-        path = folder / subject.file
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(outside) / "inside" / subject.file
+        path.parent.mkdir(parents=True)
         for content in contents:
             path.write_bytes(content)
             before = sorted(str(p) for p in Path(outside).rglob("*"))
@@ -221,9 +198,8 @@ def _status(field: str) -> int:
 def made(write: Callable[[Path], Any], name: str = "file") -> bytes:
     """The bytes that something writes to a file."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        write(path)
-        return path.read_bytes()
+        write(Path(folder) / name)
+        return (Path(folder) / name).read_bytes()
 
 
 def picture(kind: str) -> bytes:
@@ -255,16 +231,12 @@ def subjects() -> list[Subject]:
     def read_forged(path: Path) -> None:
         """The header, altered, with a digest that is right."""
         try:
-            header = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DeltaBarsError("no JSON") from error
-        if not isinstance(header, dict):
-            raise DeltaBarsError("no header")
-        storage.write(path.with_suffix(".forged"), header, tensors)
-        try:
-            read_fit(path.with_suffix(".forged"))
-        finally:
-            path.with_suffix(".forged").unlink()
+            header = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DeltaBarsError("no header") from error
+        with tempfile.TemporaryDirectory() as folder:
+            storage.write(Path(folder) / "forged", header, tensors)
+            read_fit(Path(folder) / "forged")
 
     def weights(path: Path) -> None:
         NamedModel("tests.networks:dense", str(path)).load()
@@ -272,15 +244,10 @@ def subjects() -> list[Subject]:
     def pictures(path: Path) -> None:
         NamedData(str(path.parent)).load().dataset[0]
 
-    def cifar(path: Path) -> None:
-        read_cifar10(path.parent, "test")
-
     def options(path: Path) -> None:
         with_config(["fit", "--config", str(path)], commands)
 
-    def run(path: Path) -> None:
-        Run.open(path.parent)
-
+    cifar, described = bytes(2 * 3073), json.dumps(description).encode()
     whole = made(fit.save)
     predictions = made(lambda path: np.savez(path, **kept.arrays()), "a.npz")
     with tempfile.TemporaryDirectory() as folder:
@@ -299,12 +266,12 @@ def subjects() -> list[Subject]:
         Subject("fit", "a.deltabars", (whole,), read_fit),
         Subject("forged-fit", "header.json", (json.dumps(header).encode(),), read_forged),
         Subject("idx", "a-idx3-ubyte", (idx, gzip.compress(idx)), read_idx),
-        Subject("cifar", "test_batch.bin", (bytes(3073 * 2),), cifar),
+        Subject("cifar", "test_batch.bin", (cifar,), lambda p: read_cifar10(p.parent, "test")),
         Subject("npz", "a.npz", (plain, packed), lambda path: NamedData(str(path)).load()),
         Subject("safetensors", "a.safetensors", (made(lambda p: save_file(state, p)),), weights),
         Subject("pt", "a.pt", (made(lambda path: torch.save(state, path)), legacy), weights),
         Subject("config", "c.toml", (config,), options),
-        Subject("run", "run.json", (json.dumps(description).encode(),), run),
+        Subject("run", "run.json", (described,), lambda p: Run.open(p.parent)),
         Subject("kept", "a.npz", (predictions,), read_kept),
     ]  # fmt: skip
     for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp"):

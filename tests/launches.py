@@ -17,17 +17,14 @@ from tests.stopping import end, start
 ROOT = Path(__file__).resolve().parents[1]
 # Inputs that are made when they are asked for; each time one is, its number and process are noted.
 DATA = """\
-import os, time
-import torch
+import os, time, torch
 from torch.utils.data import DataLoader, Dataset
-
 
 class Made(Dataset):
     def __init__(self, count, log="", pause=0.0, fails_at=None):
         self.count, self.log, self.pause, self.fails_at = count, log, pause, fails_at
 
-    def __len__(self):
-        return self.count
+    __len__ = lambda self: self.count
 
     def __getitem__(self, number):
         if number == self.fails_at:
@@ -39,17 +36,13 @@ class Made(Dataset):
         generator = torch.Generator().manual_seed(number)
         return torch.rand(1, 8, 8, generator=generator), number % 10
 
-
 def loader(count, batch_size=5, **options):
     return DataLoader(Made(count, **options), batch_size=batch_size)
 """
 
 
 def launch(count: int, arguments: list[object], said: Path, **environment: str) -> list[int]:
-    """A command in several processes without an agent that looks after them: their ids.
-
-    What each says goes to `said`, with its rank at the end of the name.
-    """
+    """A command in several processes without an agent; what each says goes to `said`.RANK."""
     return launch_all(count, lambda _: main([str(each) for each in arguments]), said, environment)
 
 
@@ -59,13 +52,11 @@ def launch_all(
     """The same of anything that returns an exit status: `work(rank)`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     def one(rank: int) -> None:
-        os.environ.update(
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | environment
-        )  # fmt: skip
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), **shared, **environment})
         with open(f"{said}.{rank}", "w", buffering=1) as file:
             os.dup2(file.fileno(), 2)  # torch's own library writes there too
             sys.stdout = sys.stderr = file

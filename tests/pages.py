@@ -54,5 +54,4 @@ def data_of(path: Path) -> dict[str, Any]:
     """The data inside a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())
     assert found
-    data: dict[str, Any] = json.loads(found.group(1))
-    return data
+    return json.loads(found.group(1))

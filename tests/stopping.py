@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,25 +65,19 @@ def fit(folder: Path | None = None, seconds: float = 0.0, **options: Any) -> del
 
 def differing(found: deltabars.DeltaFit, plain: deltabars.DeltaFit) -> list[str]:
     """What of two fits is not the same to the bit."""
-    different = [
-        f"{name}.{part}"
-        for name, pairs in plain.spectra.items()
-        for part in PARTS
-        if not torch.equal(getattr(pairs, part), getattr(found.spectra[name], part))
-    ]
-    for name in plain.spectra:
-        ours, theirs = dict(plain.diagnostics[name]), dict(found.diagnostics[name])
-        del ours["seconds"], theirs["seconds"]
+    different = ["rank"] * (plain.diagnostics.get("rank") != found.diagnostics.get("rank"))
+    for name, pairs in plain.spectra.items():
+        other = found.spectra[name]
+        same = {part: torch.equal(getattr(pairs, part), getattr(other, part)) for part in PARTS}
+        different += [f"{name}.{part}" for part in PARTS if not same[part]]
+        ours, theirs = ({**each.diagnostics[name], "seconds": 0} for each in (plain, found))
         different += [name] * (ours != theirs)
-    if plain.diagnostics.get("rank") != found.diagnostics.get("rank"):
-        different.append("rank")
     return different
 
 
 def start(work: Callable[[], object]) -> int:
     """A process that does something and ends; its id."""
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
     status = 1
     try:
@@ -98,39 +92,28 @@ def end(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@dataclass
-class Killed:
-    """How often a fit was killed until it ended, and how often with a state on disk."""
-
-    kills: int = 0
-    with_state: int = 0
-
-
 def killed_until_it_ends(
     folder: Path, chance: random.Random, steps: int, most: int, **options: Any
-) -> Killed:
-    """Start a fit in its own process, kill it at a random moment, and again until it ends.
+) -> tuple[int, int]:
+    """Start a fit, kill it when it has saved up to so many states, and again until it ends.
 
-    Args:
-        steps: each process is killed when it has saved up to so many states, and some
-            milliseconds later: in the middle of a product as well as of a file.
-        most: after so many kills it is let live.
+    After `most` kills it is let live. Returns how often it was killed, and with a state on disk.
     """
-    count = Killed()
+    kills = with_state = 0
     while True:
         pid = start(lambda: fit(folder, **options))
         until = saved(folder) + chance.randint(0, steps)
-        while count.kills >= most or saved(folder) < until:
+        while kills >= most or saved(folder) < until:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 assert status == 0
-                return count
+                return kills, with_state
             time.sleep(0.0005)
-        time.sleep(chance.uniform(0, 0.01))
+        time.sleep(chance.uniform(0, 0.01))  # in the middle of a product as well as of a file
         os.kill(pid, signal.SIGKILL)
         assert end(pid) in (-signal.SIGKILL, 0)
-        count.kills += 1
-        count.with_state += saved(folder) > 0
+        kills += 1
+        with_state += saved(folder) > 0
 
 
 def saved(folder: Path) -> int:
@@ -150,3 +133,14 @@ def kill_after(folder: Path, states: int, **options: Any) -> None:
         time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)
     assert end(pid) == -signal.SIGKILL
+
+
+@contextmanager
+def full_disk(most: int = 2000) -> Iterator[None]:
+    """No file may become longer than `most` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -22,18 +22,14 @@ TRAIN, TEST = 200, 60
 NET = """\
 from torch import nn
 
-
-def make(width=6):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
-
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
 
 class Net(nn.Sequential):
     def __init__(self):
         super().__init__(*make())
 
-
 ready = make()
-number = 3
 """
 
 
@@ -75,17 +71,17 @@ def write_pictures(folder: Path, images: Tensor, labels: Tensor | None) -> None:
         Image.fromarray(pixels).save(place / f"{number:04d}.png")
 
 
-def in_order(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Examples in the order of their files, with the pixels that the files have."""
-    order = labels.sort(stable=True).indices
-    return (images[order] * 255).round() / 255, labels[order]
-
-
 def make_workshop(folder: Path) -> Workshop:
     """Write the files, train, and fit."""
     digits = load_digits()
     train = digits.train_images[:TRAIN], digits.train_labels[:TRAIN]
     test = digits.test_images[:TEST], digits.test_labels[:TEST]
+
+    def in_order(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Examples in the order of their files, with the pixels that the files have."""
+        order = labels.sort(stable=True).indices
+        return (images[order] * 255).round() / 255, labels[order]
+
     for name, images, labels in (("train", *train), ("test", *test), ("flat", test[0], None)):
         write_pictures(folder / name, images, labels)
     (folder / "net.py").write_text(NET)
@@ -103,8 +99,5 @@ def make_workshop(folder: Path) -> Workshop:
 
 def contents(folder: Path) -> set[str]:
     """All files and folders below, but for Python's own."""
-    return {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if "__pycache__" not in path.parts
-    }
+    paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)) for path in paths}

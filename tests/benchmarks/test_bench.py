@@ -9,16 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import __main__ as bench
 from benchmarks.peak import ProcessMeter
 from benchmarks.runner import WORKS, run_bench
 from benchmarks.sizes import GPU, SMALL, Network
 from benchmarks.sources import Sources
-from benchmarks.subject import fresh_network
-from deltabars.errors import BadValueError, DataError
-from tests.scans import idx_bytes
+from deltabars.errors import BadValueError
 
 VIT = ("hidden_size", "num_attention_heads", "intermediate_size")
 TINY = {
@@ -52,31 +49,14 @@ def record(report, work):
     return next(found for found in report["records"] if found["work"] == work)
 
 
-@pytest.fixture(scope="module")
-def reference_files(tmp_path_factory):
-    """MNIST of noise, untrained weights, and published values that are far off."""
-    folder = tmp_path_factory.mktemp("reference")
-    for part, count in (("train", SMALL.train_images), ("t10k", SMALL.test_images)):
-        images = np.random.default_rng(0).integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(images[:, 0, 0] % 10))
-    weights = {name: value.numpy() for name, value in fresh_network().state_dict().items()}
-    np.savez(folder / "weights.npz", **weights)
-    np.savez(folder / "published.npz", hessian=np.array([2.0, 1.0]), opg=np.array([2.0, 1.0]))
-    return folder
-
-
 def test_small_size():
     report, shown = run(TINY_SMALL, WITH_PEERS)
     assert [found["work"] for found in report["records"]] == WITH_PEERS
     for found in report["records"]:
-        assert found["work"] in shown
         for measure in found["measures"]:
             assert measure["what"] in shown
             assert measure["seconds"] or measure["figure"] is not None
-            assert measure["verdict"] in ("", "aim", "must", "MISSED")
     assert all(len(line) <= 100 for line in shown.splitlines())
-    assert {"device", "threads", "torch", "P", "N", "K"} <= set(report["environment"])
     errors = {
         measure["accuracy_of"]: measure["accuracy"]
         for found in report["records"]
@@ -96,7 +76,6 @@ def test_gpu_size_on_a_cpu(tmp_path):
     report, shown = run(TINY_GPU, works, Sources(cache=tmp_path))
     assert [len(found["measures"]) for found in report["records"]] == [1, 1, 1, 4]
     assert "speed only" not in shown  # the Hessian's pairs were there
-    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["hessian", "opg"]
     assert "speed only" in run(TINY_GPU, ["predict"])[1]
 
 
@@ -104,17 +83,6 @@ def test_gpu_size_on_a_cpu(tmp_path):
 def test_memory():
     report, _ = run(TINY_GPU, ["memory"])
     assert [measure["unit"] for measure in record(report, "memory")["measures"]] == ["K·P"] * 2
-
-
-def test_published(reference_files):
-    weights, values = (reference_files / name for name in ("weights.npz", "published.npz"))
-    size = dataclasses.replace(TINY_GPU, opg_images=4)
-    report, _ = run(size, ["opg", "published"], Sources(reference_files, weights, values))
-    published = record(report, "published")
-    assert [measure["verdict"] for measure in published["measures"]] == ["MISSED"] * 4
-    found = np.array(record(report, "opg")["raw"]["values"][:2])
-    assert published["raw"]["opg"] == pytest.approx(found / [2.0, 1.0] - 1)
-    assert "left out" in run(TINY_GPU, ["published"], Sources(reference_files, None, values))[1]
 
 
 def test_architectures(tmp_path, monkeypatch):
@@ -127,7 +95,6 @@ def test_architectures(tmp_path, monkeypatch):
     report, shown = run(TINY_SMALL, ["architectures"], Sources(cifar10=tmp_path))
     assert "ViT left out: transformers is absent" in " ".join(shown.split())
     found = record(report, "architectures")
-    assert list(found["raw"]) == ["narrow ResNet"]
     storage = found["raw"]["narrow ResNet"]["storage"]
     for name, loss in (("float32", 1e-6), ("bfloat16", 2**-8), ("float16", 2**-11)):
         assert storage[name]["largest change of score"] <= loss
@@ -137,9 +104,6 @@ def test_architectures(tmp_path, monkeypatch):
     assert measures["4 images"]["accuracy"] < 1e-3  # float32 against float64
     left_out = run(TINY_GPU, ["architectures"])[1]
     assert "ResNet-18 left out: needs --cifar10" in " ".join(left_out.split())
-    (tmp_path / "data_batch_2.bin").unlink()
-    with pytest.raises(DataError, match="CIFAR-10: expected a binary batch"):
-        run(TINY_SMALL, ["architectures"], Sources(cifar10=tmp_path))
 
 
 def test_vit():
@@ -160,23 +124,18 @@ class TestCommand:
         monkeypatch.setattr(bench, "SMALL", TINY_SMALL)
         path = tmp_path / "bench.json"
         bench.main(["--only", "floor", "hessian1500", "--json", str(path)])
-        shown = capsys.readouterr()
-        assert "… hessian1500\n" in shown.err
-        assert "gradient at once, N = 16" in shown.out
-        assert "gpu size only" in shown.out
+        shown = capsys.readouterr().out
+        assert "gradient at once, N = 16" in shown
+        assert "gpu size only" in shown
         report = json.loads(path.read_text())
-        assert report["environment"]["P"] == 93_322
-        assert report["size"]["name"] == "small"
         assert report["records"][0]["work"] == "floor"
         assert len(report["records"][0]["measures"][0]["seconds"]) == TINY_SMALL.repeats
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("--json", "no/such/x.json"), "expected a folder that exists"),
             (("--mnist", "no/such"), "expected train-images-idx3-ubyte or"),
             (("--weights", "x.npz"), "expected together with --mnist"),
-            (("--cifar10", "no/such"), "--cifar10: expected a folder that exists"),
             (("--cache", "no/such"), "--cache: expected a folder that exists"),
         ],
     )
@@ -184,14 +143,9 @@ class TestCommand:
         with pytest.raises(SystemExit, match=message):
             bench.main(["--only", "floor", "--quiet", *arguments])
 
-    def test_usage(self, capsys):
+    def test_usage(self):
         command = [sys.executable, "-m", "benchmarks", "--help"]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert all(work in shown for work in WORKS)
-        with pytest.raises(SystemExit, match="2"):
-            bench.main(["--only", "nonsense"])
         with pytest.raises(BadValueError, match="expected some of"):
             run(TINY_SMALL, ["nonsense"])
-        if not torch.cuda.is_available():
-            with pytest.raises(BadValueError, match="expected a CUDA device"):
-                run(GPU, ["floor"])

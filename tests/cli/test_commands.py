@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from contextlib import redirect_stdout
 from datetime import date
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +29,8 @@ def run(workshop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workshop.run, "run", ignore=shutil.ignore_patterns("predictions"))
     content = json.loads(Path("run/run.json").read_text())
-    content.pop("predictions", None)
-    Path("run/run.json").write_text(json.dumps(content))
+    kept = {k: v for k, v in content.items() if k not in ("predictions", "latest")}
+    Path("run/run.json").write_text(json.dumps(kept))
     return "run"
 
 
@@ -56,14 +54,10 @@ def said(capsys, *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def executed(*arguments: object) -> str:
-    """What the printed Python of a command prints when it is run."""
-    python, printed = StringIO(), StringIO()
-    with redirect_stdout(python):
-        assert main([*map(str, arguments), "--print-python"]) == 0
-    with redirect_stdout(printed):
-        exec(compile(python.getvalue(), "printed", "exec"), {"__name__": "__main__"})
-    return printed.getvalue()
+def execute(capsys, *arguments: object) -> None:
+    """Run the Python that a command prints."""
+    assert main([*map(str, arguments), "--print-python"]) == 0
+    exec(compile(capsys.readouterr().out, "printed", "exec"), {"__name__": "__main__"})
 
 
 def same_pairs(ours, theirs) -> bool:
@@ -75,8 +69,6 @@ class TestFit:
         found, expected = Run.open(workshop.run).load_fit(), workshop.fit()
         assert same_pairs(found.spectra["opg"], expected.spectra["opg"])
         about = json.loads((workshop.run / "run.json").read_text())
-        assert about["model"]["weights"] == str(workshop.folder / "net.safetensors")
-        assert about["data"]["gray"] is True
         assert about["classes"] == [f"digit {k}" for k in range(10)]
         assert about["manifest"] == found.diagnostics["manifest"]
 
@@ -108,9 +100,9 @@ class TestFit:
         assert result(capsys, *again, "--overwrite")["rank"] == 3
         assert contents(Path()) == {"run", "run/fit.deltabars", "run/run.json"}
 
-    def test_the_printed_python_makes_the_same_run(self, workshop, tmp_path, monkeypatch):
+    def test_the_printed_python_makes_the_same_run(self, workshop, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
-        executed("fit", *workshop.options, "--loss", "ce", "--out", "run")
+        execute(capsys, "fit", *workshop.options, "--loss", "ce", "--out", "run")
         found = Run.open("run").load_fit().spectra["opg"]
         assert same_pairs(found, Run.open(workshop.run).load_fit().spectra["opg"])
         ours, theirs = (
@@ -152,7 +144,6 @@ class TestLosses:
     CASES = (
         ("few", 2, ("--loss", "ce", "--label-smoothing", 0.1, "--class-weights", 1, 3),
          nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), label_smoothing=0.1)),
-        ("few", 2, ("--likelihood", "categorical"), "categorical"),
         ("answers", 1, ("--loss", "bce", "--pos-weight", 2),
          nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))),
         ("numbers", 1, ("--likelihood", "gaussian", "--noise", 0.7), Gaussian(0.7)),
@@ -178,21 +169,18 @@ class TestLosses:
         assert found["noise"] == fit.noise
         assert result(capsys, "predict", "run", "--data", f"line.py:{data}")["inputs"] == 80
 
-    @pytest.mark.parametrize(
-        ("options", "code", "line"),
-        [
-            (("--loss", "ce", "--noise", "1"), 1, "noise: expected the loss mse with it, got ce"),
-            (("--label-smoothing", "2"), 1, "--label-smoothing: expected a number from 0 to 1"),
-            (("--noise", "loud"), 2, "--noise: expected a number or estimate, got 'loud'"),
-            (("--loss", "mse", "--likelihood", "gaussian"), 2, "expected no --loss with it"),
-            ((), 1, "a regression? Then use --loss mse."),
-        ],
-    )
-    def test_refused(self, lines, capsys, options, code, line):
+    def test_refused(self, lines, capsys):
         given = ["--model", "line.py:line", "--untrained", "--l2", "0.1", "--device", "cpu"]
-        given += ["--data", "line.py:numbers", "--out", "run", "--quiet", *options]
-        assert ended("fit", *given) == code
-        assert line in only_line(capsys)
+        given += ["--data", "line.py:numbers", "--out", "run", "--quiet"]
+        for options, code, line in (
+            ("--loss ce --noise 1", 1, "noise: expected the loss mse with it, got ce"),
+            ("--label-smoothing 2", 1, "--label-smoothing: expected a number from 0 to 1"),
+            ("--noise loud", 2, "--noise: expected a number or estimate, got 'loud'"),
+            ("--loss mse --likelihood gaussian", 2, "expected no --loss with it"),
+            ("", 1, "a regression? Then use --loss mse."),
+        ):
+            assert ended("fit", *given, *options.split()) == code
+            assert line in only_line(capsys)
 
 
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
@@ -202,14 +190,8 @@ class TestWeights:
     NET = """\
 import deltabars, torch
 
-def plain():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-
-@deltabars.trained
-def marked():
-    torch.manual_seed(3)
-    return plain()
-
+plain = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+marked = deltabars.trained(lambda: plain())
 made = deltabars.trained(plain())
 """
 
@@ -229,12 +211,10 @@ made = deltabars.trained(plain())
         assert "--untrained: expected no --weights with it" in only_line(capsys)
         assert not Path("run").exists()
 
-    @pytest.mark.parametrize("factory", ["marked", "made"])
-    def test_a_marked_factory_has_its_own(self, options, factory):
-        assert ended("fit", "--model", f"own.py:{factory}", *options) == 0
-
-    def test_untrained_weights_are_found_again(self, options, workshop):
-        assert ended("fit", "--model", "own.py:plain", "--untrained", *options) == 0
+    def test_marked_and_untrained_weights_are_found_again(self, options, workshop):
+        for name in ("marked", "made"):
+            assert ended("fit", "--model", f"own.py:{name}", *options, "--overwrite") == 0
+        assert ended("fit", "--model", "own.py:plain", "--untrained", *options, "--overwrite") == 0
         torch.rand(1)
         assert ended("predict", "run", "--data", workshop.folder / "test", "--quiet") == 0
 
@@ -248,12 +228,9 @@ class TestPredict:
         assert len(rows) == TEST == found["inputs"]
         for column, values in (
             ("score", prediction.score),
-            ("score_error", prediction.score_error),
             ("mutual_information", prediction.mutual_information),
-            ("entropy", prediction.entropy),
             ("probability", prediction.mean.amax(1)),
             ("mean_digit 3", prediction.mean[:, 3]),
-            ("std_digit 7", prediction.std[:, 7]),
             ("std_error_digit 0", prediction.std_error[:, 0]),
         ):
             written = np.array([row[column] for row in rows], dtype=np.float32)
@@ -276,7 +253,7 @@ class TestPredict:
         assert [row["score"] for row in rows] == pytest.approx(expected.score.tolist(), rel=1e-7)
         assert rows[0]["class_1"] == f"digit {int(expected.classes[0, 1])}"
         assert "mean_2" not in rows[0]
-        executed(*arguments, "--out", "printed.jsonl")
+        execute(capsys, *arguments, "--out", "printed.jsonl")
         assert Path("top.jsonl").read_text() == Path("printed.jsonl").read_text()
 
     @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")  # it is not trained
@@ -285,9 +262,9 @@ class TestPredict:
         monkeypatch.chdir(tmp_path)
         Path("many.py").write_text(
             "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"
-            "pair = torch.rand(60, 4), torch.arange(60)\n\n\ndef make():\n"
-            "    return torch.nn.Linear(4, 120)\n\n\ndef loader(batch):\n"
-            "    return DataLoader(TensorDataset(pair[0][:30], pair[1][:30]), batch_size=batch)\n"
+            "pair, make = (torch.rand(60, 4), torch.arange(60)), lambda: torch.nn.Linear(4, 120)\n"
+            "part = TensorDataset(pair[0][:30], pair[1][:30])\n"
+            "loader = lambda batch: DataLoader(part, batch_size=batch)\n"
         )
         options = ("--model", "many.py:make", "--untrained", "--data", "many.py:pair", "--l2", 1)
         result(capsys, "fit", *options, "--rank", 5, "--device", "cpu", "--out", "run")
@@ -299,8 +276,6 @@ class TestPredict:
         expected = found.load_fit().predict(found.load_data().data[0], classes="top5")
         assert [int(row["class_4"]) for row in rows] == expected.classes[:30, 4].tolist()
         assert "mean_5" not in rows[0]
-        assert ended("rank", "run", "--by", "target", "--quiet") == 1
-        assert "the probabilities of all classes" in capsys.readouterr().err
 
 
 class TestRank:
@@ -311,7 +286,7 @@ class TestRank:
             ((), {}, "score"),
             (("--by", "target"), {"by": "target"}, "probability of target"),
             (("--by", "mutual_information"), {"by": "mutual_information"}, "mutual information"),
-            (("--wrong", "--most-certain"), {"wrong": True, "most_certain": True}, "note"),
+            (("--wrong", "--most-certain"), {"wrong": True, "most_certain": True}, "score"),
             (("--per-class", "--by", "entropy"), {"per_class": True, "by": "entropy"}, "entropy"),
         ):
             rows = result(capsys, *test, *options, "--out", "first.csv")["rows"]
@@ -320,10 +295,9 @@ class TestRank:
             assert len(Path("first.csv").read_text().splitlines()) == len(rows) + 1
             lines = said(capsys, *test, *options).splitlines()
             assert f", by {arguments.get('by', 'score')}" in lines[0]
-            assert title in lines[1] or title == "note"
+            assert title in lines[1]
             for line, score in zip(lines[2:], chosen.score.tolist(), strict=False):
                 assert f" {score:.4f} (±" in line
-                assert ".png" in line
 
     def test_a_look_at_other_data_does_not_change_what_reports_are_about(
         self, workshop, run, capsys
@@ -332,21 +306,18 @@ class TestRank:
             return said(capsys, "report", run, "--out", "page.html", *arguments)
 
         test, train = (str(workshop.folder / name) for name in ("test", "train"))
-        today = date.today().isoformat()
         first = result(capsys, "rank", run, "--data", test)
         (kept,) = Path("run/predictions").iterdir()
         state = kept.stat().st_mtime_ns
         assert result(capsys, "rank", run, "--data", test) == first
         assert kept.stat().st_mtime_ns == state  # it was found again
-        assert f"The page of 200 inputs of {train}, predicted {today}" in about()
+        assert f"The page of 200 inputs of {train}, predicted {date.today()}" in about()
         result(capsys, "predict", run, "--data", test)
         result(capsys, "rank", run, "--data", train)
-        assert f"The page of {TEST} inputs of {test}, predicted {today}" in about()
+        assert f"The page of {TEST} inputs of {test}, predicted {date.today()}" in about()
         shown = said(capsys, "rank", run, "--rank", "7")
-        assert f"{TEST} inputs of {test}, predicted {today}" in shown
+        assert f"{TEST} inputs of {test}, predicted {date.today()}" in shown
         assert " with rank 7, by score\n" in shown
-        result(capsys, "predict", run, "--data", train)
-        assert f"of {train}" in about()
 
 
 class TestSpectrum:
@@ -378,9 +349,8 @@ class TestReport:
         assert result(capsys, "report", run, *asked) == {"out": "a.html", "inputs": TEST}
         found = Run.open(run)
         fit, (images, labels) = found.load_fit(progress=False), workshop.test
-        names = sorted(
-            str(path.relative_to("pictures")) for path in Path("pictures").rglob("*.png")
-        )
+        files = sorted(Path("pictures").rglob("*.png"))
+        names = [str(path.relative_to("pictures")) for path in files]
         save_report(
             "b.html", fit, images, targets=labels, prediction=fit.predict(images),
             classes=[f"digit {k}" for k in range(10)], names=names,
@@ -390,10 +360,9 @@ class TestReport:
         assert Path("a.html").read_text() == Path("b.html").read_text()
 
     def test_a_kept_prediction_and_pictures_that_have_changed_since(self, run, capsys):
-        for asked, text in ((("--rank", "5"), "K = 5"), (("--low-rank",), "the K pairs alone")):
-            said(capsys, "predict", run, "--data", "pictures", *asked)
-            said(capsys, "report", run, "--out", "c.html")
-            assert text in Path("c.html").read_text()
+        said(capsys, "predict", run, "--data", "pictures", "--rank", 5)
+        said(capsys, "report", run, "--out", "c.html")
+        assert "K = 5" in Path("c.html").read_text()
         next(Path("pictures").rglob("*.png")).unlink()
         assert ended("report", run, "--out", "report.html", "--quiet") == 1
         assert "got it changed" in only_line(capsys)

@@ -14,6 +14,7 @@ from deltabars.curvature.pullback import Pullback
 from deltabars.errors import ModelError, ModelWarning, NotEnoughMemoryError
 from deltabars.problem.network import Network
 from tests.architectures import Wired
+from tests.curvature.test_batches_inside import Product
 from tests.curvature.test_layers import built, check, numbers
 from tests.zoo import specimen
 
@@ -34,21 +35,8 @@ class Once(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * signal
 
 
-class WronglyMapped(torch.autograd.Function):
+class WronglyMapped(Product):
     """x·wᵀ, whose derivatives under vmap are wrong without an error."""
-
-    @staticmethod
-    def forward(x, w):
-        return x @ w.t()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, signal):
-        x, w = ctx.saved_tensors
-        return signal @ w, signal.transpose(-1, -2) @ x
 
     @staticmethod
     def vmap(info, in_dims, x, w):
@@ -136,15 +124,6 @@ def test_the_last_layer_is_found_behind_what_vmap_cannot_do():
     )
     assert fit.network.parameters.names == ("head.weight", "head.bias")
     fit.predict(case.unseen)  # reached through its layer: nothing to warn of
-
-
-@pytest.mark.parametrize("kind", ["LSTM, projected", "GRU", "RNN", "GRU cells"])
-def test_recurrent_layers_are_reached_for_all_examples_at_once(kind):
-    case = specimen(kind)
-    pullback = Pullback(Network.capture(case.model))
-    with pullback.network.evaluation():
-        pullback.rows(case.data[0], lambda outputs: outputs[:, None])
-    assert list(pullback._rests.values()) == [()]
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

@@ -18,20 +18,19 @@ from tests.architectures import (
     ARCHITECTURES,
     COUNT,
     L2,
+    Architecture,
     Wired,
     cached_hessian,
     cached_sample,
-)
+    sample_of,
+)  # fmt: skip
 
 PRECISION = {"rtol": 0, "atol": 1e-10}
 
 
-def operator_of(kind, data=None, likelihood="categorical", **options) -> HessianOperator:
-    sample = cached_sample(kind, likelihood)
-    problem = Problem(
-        sample.model, sample.data if data is None else data, likelihood, l2=L2, **options
-    )
-    return HessianOperator(problem)
+def operator_of(kind, data=None, **options) -> HessianOperator:
+    sample = cached_sample(kind)
+    return HessianOperator(Problem(sample.model, data or sample.data, l2=L2, **options))
 
 
 def rows_for(operator, count=5):
@@ -58,15 +57,6 @@ def test_one_vector_and_several(kind):
     one_by_one = torch.cat([operator.matmat(row[None]) for row in rows])
     torch.testing.assert_close(together, rows @ exact, **PRECISION)
     torch.testing.assert_close(one_by_one, rows @ exact, **PRECISION)
-
-
-def test_ragged_chunks_with_nothing_kept():
-    kind = "batch norm"
-    operator = operator_of(kind, chunk_size=3, memory_budget=1)
-    rows = rows_for(operator)
-    for _ in range(2):
-        torch.testing.assert_close(operator.matmat(rows), rows @ cached_hessian(kind), **PRECISION)
-    assert operator.kept_bytes == 0
 
 
 @pytest.mark.parametrize(("kind", "chunk_size"), [("batch norm", 3), ("embedding", 1000)])
@@ -103,12 +93,6 @@ def test_a_shuffled_loader_read_again_or_kept():
         assert (operator.kept_bytes > 0) == (budget is None)
 
 
-@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
-def test_other_likelihoods(likelihood):
-    dense = operator_of("residual", likelihood=likelihood).to_dense()
-    torch.testing.assert_close(dense, cached_hessian("residual", likelihood), **PRECISION)
-
-
 def test_chunks_that_another_operator_made_smaller_are_not_taken_for_kept_ones():
     """Operators of one problem share its chunk size, which is halved when memory runs out."""
     sample = cached_sample("gelu")
@@ -120,21 +104,6 @@ def test_chunks_that_another_operator_made_smaller_are_not_taken_for_kept_ones()
     torch.testing.assert_close(operator.matmat(rows), rows @ cached_hessian("gelu"), **PRECISION)
 
 
-def test_kept_bytes_do_not_count_what_all_chunks_share():
-    """Weights that are not asked for are constants of the graph, and held by the problem."""
-    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh()).double()
-    model.append(nn.Linear(50, 3).double())
-    kept = []
-    for chunk_size in (1, COUNT):
-        problem = Problem(
-            model, cached_sample("gelu").data, parameters=["0.bias"], l2=L2, chunk_size=chunk_size
-        )
-        operator = HessianOperator(problem)
-        operator.matmat(rows_for(operator))
-        kept.append(operator.kept_bytes)
-    assert kept[0] == pytest.approx(kept[1], rel=0.1)  # scalars beside
-
-
 def test_a_model_that_cannot_be_traced_is_computed_as_it_is():
     """F.one_hot looks at the values of its argument, which a trace does not have."""
 
@@ -142,18 +111,8 @@ def test_a_model_that_cannot_be_traced_is_computed_as_it_is():
         mark = nn.functional.one_hot((x.sum(1) > 0).long(), 3).to(x)
         return net.a(x).tanh() * (1 + mark)
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Wired(marked, a=nn.Linear(4, 3)).double()
-        data = torch.randn(COUNT, 4, dtype=torch.float64), torch.randint(0, 3, (COUNT,))
-    problem = Problem(model, data, l2=L2, chunk_size=3)
-
-    def cost(point):
-        parts = problem.parameters.unflatten(point)
-        outputs = torch.func.functional_call(model, parts, (data[0],))
-        return nn.functional.cross_entropy(outputs, data[1]) + L2 / 2 * point.square().sum()
-
-    operator = HessianOperator(problem)
-    exact = torch.autograd.functional.hessian(cost, problem.network.point)
+    sample = sample_of(Architecture(lambda: Wired(marked, a=nn.Linear(4, 3)), (4,)))
+    operator = HessianOperator(Problem(sample.model, sample.data, l2=L2, chunk_size=3))
+    exact = sample.oracle.hessian()
     torch.testing.assert_close(operator.to_dense(), exact, rtol=0, atol=1e-12)
     assert operator.kept_bytes == 0

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from deltabars.curvature.layers import Factors
 from deltabars.curvature.pullback import Pullback
 from deltabars.curvature.sensitivity import sensitivities
 from deltabars.likelihoods.base import get_likelihood
@@ -63,42 +62,27 @@ def test_either_order_gives_the_same(classes, shared, space):
         torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
 
 
-def test_float32_sums_are_kept_in_float64():
-    """Only the rows are rounded to float32: sums of many squares lose nothing more."""
-    model, inputs = network(8), randn(3, 1, 6, 6)
-    oracle = Oracle(model, inputs, torch.zeros(3, dtype=torch.long), 0.1)
+def reduced(model, inputs, dtype=torch.float64, **options):
+    """F whole, a basis, and what is found of the two."""
+    oracle = Oracle(model, inputs, torch.zeros(len(inputs), dtype=torch.long), 0.1)
     exact = oracle.sensitivity(inputs, "logit")
     basis = torch.linalg.qr(randn(exact.shape[2], 9))[0].T
-    pullback = Pullback(Network.capture(model, dtype=torch.float32))
+    pullback = Pullback(Network.capture(model, dtype=dtype))
+    given = inputs.to(dtype), {"opg": basis.to(dtype)}, "logit"
     with pullback.network.evaluation():
-        _, found = sensitivities(
-            pullback, get_likelihood("categorical"), inputs.float(), {"opg": basis.float()}, "logit"
-        )
+        _, found = sensitivities(pullback, get_likelihood("categorical"), *given, **options)
+    return exact, basis, found
+
+
+def test_float32_sums_are_kept_in_float64():
+    """Only the rows are rounded to float32: sums of many squares lose nothing more."""
+    exact, basis, found = reduced(network(8), randn(3, 1, 6, 6), torch.float32)
     assert found.squares.dtype == found.projections["opg"].dtype == torch.float64
     assert found.gram is None
     # Some units of float32's rounding (6e-8) of a forward and a backward pass.
     scale = float(exact.norm(dim=-1).max())
     torch.testing.assert_close(found.squares, exact.square().sum(-1), rtol=3e-6, atol=0)
     torch.testing.assert_close(found.projections["opg"], exact @ basis.T, rtol=0, atol=2e-6 * scale)
-
-
-@pytest.mark.parametrize("size", [(3, 4, 5, 2, 6), (2, 1, 3, 7, 4), (1, 6, 1, 1, 3)])
-def test_factors_are_sums_of_outer_products(size):
-    batch, count, outputs, positions, inputs = size
-    activations = randn(batch, positions, inputs)
-    signals = randn(batch, count, outputs, positions)
-    factors = Factors(activations, signals)
-    exact = torch.einsum("brot,bti->broi", signals, activations).flatten(2)
-    torch.testing.assert_close(factors.weight_rows(), exact, **PRECISION)
-    wide = torch.full((batch, count, outputs * inputs + 2), torch.nan, dtype=torch.float64)
-    factors.weight_rows(wide[..., 1:-1])
-    torch.testing.assert_close(wide[..., 1:-1], exact, **PRECISION)
-    assert bool(wide[..., [0, -1]].isnan().all())
-    torch.testing.assert_close(factors.gram(), exact @ exact.mT, **PRECISION)
-    basis = randn(7, outputs * inputs)
-    projected = torch.zeros(*factors.signals.shape[:2], len(basis), dtype=torch.float64)
-    factors.add_projection(basis.unflatten(1, (outputs, inputs)), projected)
-    torch.testing.assert_close(projected, exact @ basis.T, **PRECISION)
 
 
 @pytest.mark.parametrize("classes", [2, 40])
@@ -114,15 +98,6 @@ def test_silent_units_and_zero_inputs(classes):
     with torch.no_grad():
         for silent in ([0, 3], [0, 1, 2, 3, 4]):  # some, or all that the head sees
             model[2].bias[silent] = -100.0
-            exact = Oracle(model, inputs, torch.zeros(3, dtype=torch.long), 0.1).sensitivity(
-                inputs, "logit"
-            )
-            basis = torch.linalg.qr(randn(exact.shape[2], 9))[0].T
-            pullback = Pullback(Network.capture(model))
-            with pullback.network.evaluation():
-                _, found = sensitivities(
-                    pullback, get_likelihood("categorical"), inputs, {"opg": basis}, "logit",
-                    with_gram=True,
-                )  # fmt: skip
+            exact, basis, found = reduced(model, inputs, with_gram=True)
             torch.testing.assert_close(found.gram, exact @ exact.mT, **PRECISION)
             torch.testing.assert_close(found.projections["opg"], exact @ basis.T, **PRECISION)

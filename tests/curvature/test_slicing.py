@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from deltabars import Problem
 from deltabars.curvature.hessian import HessianOperator
-from deltabars.curvature.slicing import Sliced
 from tests.architectures import L2, Wired
 from tests.oracles import Oracle
 
@@ -60,75 +59,48 @@ def used_elsewhere(net, x):
     return net.d(F.relu(net.c(net.b(x).relu().reshape(len(x), 27))))
 
 
+def check(model, shape):
+    data = torch.randn(COUNT, *shape, dtype=torch.float64), torch.arange(COUNT) % 3
+    problem = Problem(model.double().eval(), data, l2=L2)
+    assert problem.reached is not None
+    exact = Oracle(model, *data, L2).hessian()
+    torch.testing.assert_close(HessianOperator(problem).to_dense(), exact, **PRECISION)
+
+
 @pytest.mark.parametrize(
     "forward", [usual, by_means, pooled_before, pooled_in_windows_that_overlap, used_elsewhere]
 )
 def test_products_are_those_of_the_whole_network(forward):
     torch.manual_seed(0)
-    model = Wired(forward, **layers()).double().eval()
+    check(Wired(forward, **layers()), (1, 9, 9))
+
+
+def test_less_is_kept_and_computed():
+    torch.manual_seed(0)
     data = torch.randn(COUNT, 1, 9, 9, dtype=torch.float64), torch.arange(COUNT) % 3
-    problem = Problem(model, data, l2=L2)
-    assert problem.reached is not None
-    exact = Oracle(model, *data, L2).hessian()
-    torch.testing.assert_close(HessianOperator(problem).to_dense(), exact, **PRECISION)
+    kept = []
+    for units in (layers(), {name: silent(layer) for name, layer in layers().items()}):
+        model = Wired(usual, **units).double().eval()
+        operator = HessianOperator(Problem(model, data, l2=L2))
+        operator.matmat(torch.ones(1, operator.shape[0], dtype=torch.float64))
+        kept.append(operator.kept_bytes)
+    assert kept[0] < 0.6 * kept[1]
 
 
-def test_layers_are_computed_without_what_is_not_reached():
-    """The channels of each layer's own work are those that some example switches on."""
-    torch.manual_seed(0)
-    model = Wired(usual, **layers()).double().eval()
-    weights = dict(model.named_parameters())
-    on = {"a": (1, 3), "b": (0, 2), "c": (0, 2, 3), "d": (0, 1, 2)}
-    flat = tuple(9 * unit + pixel for unit in on["b"] for pixel in range(9))
-    columns = {"a": (0,), "b": on["a"], "c": flat, "d": on["c"]}
-    slices = {f"{name}.weight": (on[name], columns[name]) for name in on}
-    shapes = []
-
-    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func in (torch.ops.aten.convolution.default, torch.ops.aten.addmm.default):
-                shapes.append(tuple(args[1].shape))
-            return func(*args, **(kwargs or {}))
-
-    inputs = torch.randn(COUNT, 1, 9, 9, dtype=torch.float64)
-    exact = model(inputs)
-    with Shapes(), Sliced(weights, slices):
-        found = torch.func.functional_call(model, weights, (inputs,))
-    torch.testing.assert_close(found, exact, **PRECISION)
-    assert shapes == [(2, 1, 2, 2), (2, 2, 2, 2), (COUNT, 18), (COUNT, 3)]
-
-
-class Twice(nn.Module):
+def twice(net, x):
     """A layer that is called on two inputs, of which each reaches other columns of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = silent(nn.Linear(5, 4), 0, 2), nn.Linear(4, 3)
-
-    def forward(self, x):
-        low, high = x.clone(), x.clone()
-        low[:, 3:], high[:, :2] = 0.0, 0.0
-        return self.last(F.relu(self.first(low)) + F.relu(self.first(high)))
+    low, high = x.clone(), x.clone()
+    low[:, 3:], high[:, :2] = 0.0, 0.0
+    return net.last(F.relu(net.first(low)) + F.relu(net.first(high)))
 
 
-class Counted(nn.Module):
+def counted(net, x):
     """Outputs depend on the silent units, by a number that has no derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = silent(nn.Linear(5, 4), 0, 2), nn.Linear(4, 3)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        return self.last(F.relu(hidden) * (1 + (hidden < -50).sum(1, keepdim=True)))
+    hidden = net.first(x)
+    return net.last(F.relu(hidden) * (1 + (hidden < -50).sum(1, keepdim=True)))
 
 
-@pytest.mark.parametrize("build", [Twice, Counted])
-def test_unusual_models(build):
+@pytest.mark.parametrize("forward", [twice, counted])
+def test_unusual_models(forward):
     torch.manual_seed(0)
-    model = build().double().eval()
-    data = torch.randn(COUNT, 5, dtype=torch.float64), torch.arange(COUNT) % 3
-    problem = Problem(model, data, l2=L2)
-    assert problem.reached is not None
-    exact = Oracle(model, *data, L2).hessian()
-    torch.testing.assert_close(HessianOperator(problem).to_dense(), exact, **PRECISION)
+    check(Wired(forward, first=silent(nn.Linear(5, 4), 0, 2), last=nn.Linear(4, 3)), (5,))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 import signal
 import time
-import warnings
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -24,17 +21,17 @@ from deltabars.errors import (
     CheckpointInUseError,
     CheckpointMismatchError,
     CheckpointWarning,
-    NotEnoughMemoryError,
+    ConvergenceWarning,
     StorageError,
 )
 from deltabars.fitting.checkpoints import CheckpointFolder, opened
 from deltabars.runtime.distributed import Group
-from deltabars.storage import format as storage
 from tests.stopping import (
     WAYS,
     differing,
     end,
     fit,
+    full_disk,
     kill_after,
     killed_until_it_ends,
     saved,
@@ -77,8 +74,8 @@ class TestKilled:
     def test_at_random_moments(self, way, tmp_path):
         assert plain(way)  # what it imports is imported before the processes start
         steps = {"incremental": 0, "block_krylov": 12, "auto": 6}.get(way, 60)
-        count = killed_until_it_ends(tmp_path, random.Random(way), steps, 3, **WAYS[way])
-        assert count.with_state or way == "incremental"  # which saves finished matrices alone
+        _, with_state = killed_until_it_ends(tmp_path, random.Random(way), steps, 3, **WAYS[way])
+        assert with_state or way == "incremental"  # which saves finished matrices alone
         found = fit(tmp_path, **WAYS[way])  # the end result, from the folder
         assert not differing(found, plain(way))
 
@@ -91,12 +88,15 @@ class TestKilled:
         assert [path.name for path in files(half)] == ["hessian.safetensors"]
         assert saved(half) > kept / 2
 
-    def test_a_finished_fit_is_returned_at_once(self, half):
+    def test_a_finished_fit_is_returned_at_once(self, half, tmp_path):
         first, again = fit(half, **SOME), fit(half, **SOME)
         assert not differing(first, plain())
         assert again.diagnostics["hessian"] == first.diagnostics["hessian"]  # the seconds too
         (state,) = files(half).values()
         assert len(state) < 1.2 * plain().spectra["hessian"].vectors.nbytes + 20_000
+        for _ in range(2):  # with its warnings, each time
+            with pytest.warns(ConvergenceWarning, match="have not converged"):
+                fit(tmp_path / "few", max_products=15, **SOME)
 
     def test_states_are_saved_at_intervals(self, tmp_path):
         """A fit of less than the interval saves what it found, and nothing before."""
@@ -132,7 +132,6 @@ class Sine(nn.Module):
 
 OTHERS = {
     "estimator": ({"estimator": "ggn"}, "estimator was 'hessian' and is 'ggn'"),
-    "auto": ({"rank": "auto"}, "rank was 10 and is 'auto'"),
     "seed": ({"seed": 1}, "seed was 0 and is 1"),
     "l2": ({"l2": 0.06}, "l2 was 0.05 and is 0.06"),
     "params": ({"params": ["0.*", "2.weight"]}, "other params"),
@@ -142,25 +141,19 @@ OTHERS = {
         {"likelihood": deltabars.likelihoods.Categorical(label_smoothing=0.1)},
         "likelihood was 'categorical' and is .*0.1",
     ),
-    "tolerance": ({"residual_tolerance": 1e-6}, "residual_tolerance was None and is 1e-06"),
-    "products": ({"max_products": 99}, "max_products was None and is 99"),
-    "smallest": ({"smallest": 1}, "smallest was 0 and is 1"),
     "budget": ({"memory_budget": 1 << 30}, "memory_budget was None and is 1073741824"),
-}
-CHANGES = {
-    "fewer": (lambda x, y: (x[:-1], y[:-1]), "examples was 60 and is 59; other data"),
-    "targets": (lambda x, y: (x, y.roll(1)), "other data"),
-    "inputs": (lambda x, y: (x.clone().index_fill_(0, torch.tensor(3), 0.5), y), "other data"),
+    "fewer": ({"data": lambda x, y: (x[:-1], y[:-1])}, "examples was 60 and is 59; other data"),
+    "targets": ({"data": lambda x, y: (x, y.roll(1))}, "other data"),
+    "inputs": ({"data": lambda x, y: (x.index_fill(0, y[:1], 0.5), y)}, "other data"),
 }
 
 
 class TestMismatch:
-    @pytest.mark.parametrize("name", [*OTHERS, *CHANGES])
+    @pytest.mark.parametrize("name", OTHERS)
     def test_other_options_and_data_are_refused(self, half, name):
-        before = files(half)
-        options, message = OTHERS.get(name) or ({}, CHANGES[name][1])
-        if name in CHANGES:
-            options = {"data": CHANGES[name][0](*subject()[1])}
+        before, (options, message) = files(half), OTHERS[name]
+        if "data" in options:
+            options = {"data": options["data"](*subject()[1])}
         with pytest.raises(CheckpointMismatchError, match=f"expected one of this fit.*{message}"):
             fit(half, **{**SOME, **options})
         assert files(half) == before
@@ -183,7 +176,7 @@ class TestMismatch:
         with pytest.raises(CheckpointMismatchError, match="derivatives of the model have changed"):
             fit(tmp_path, model=other, estimator="hessian", rank=5)
 
-    def test_another_probe_is_refused(self, tmp_path):
+    def test_another_probe(self, tmp_path):
         inputs = subject()[1][0]
         fit(tmp_path, probe=inputs[:9], **WAYS["auto"])
         with pytest.raises(CheckpointMismatchError, match="other probe"):
@@ -216,12 +209,12 @@ class TestMismatch:
 
     def test_what_is_no_folder(self, tmp_path):
         (tmp_path / "file").write_text("mine")
-        for given, error, message in (
-            (3, BadValueError, "expected the path of a folder, got 3"),
-            ("no/such/parent/kept", StorageError, "expected a folder that exists, got .*parent"),
-            (tmp_path / "file", StorageError, "expected a folder, got .*file"),
+        for given, error in (
+            (3, BadValueError),
+            ("no/such/parent/kept", StorageError),
+            (tmp_path / "file", StorageError),
         ):
-            with pytest.raises(error, match=f"checkpoint: {message}"):
+            with pytest.raises(error, match=r"checkpoint: expected .*folder"):
                 deltabars.fit(*subject(), l2=1.0, checkpoint=given)
         for seconds in (-1, float("nan"), "60"):
             with pytest.raises(BadValueError, match="seconds: expected a number from zero on"):
@@ -229,32 +222,23 @@ class TestMismatch:
 
 
 class TestAltered:
-    @pytest.mark.parametrize("how", ["truncated", "altered", "empty", "longer", "another file"])
-    def test_it_starts_anew_with_a_warning(self, half, how):
+    @pytest.mark.parametrize(
+        "alter",
+        [
+            lambda content: content[: len(content) // 2],
+            lambda content: content[:-5] + bytes([content[-5] ^ 4]) + content[-4:],
+            lambda content: b"",
+            lambda content: b"x" * 1000,
+        ],
+    )
+    def test_it_starts_anew_with_a_warning(self, half, alter):
         (state,) = files(half)
-        content = bytearray(state.read_bytes())
-        content[-5] ^= 4
-        state.write_bytes(
-            {
-                "truncated": content[: len(content) // 2],
-                "altered": bytes(content),
-                "empty": b"",
-                "longer": content + b"more",
-                "another file": b"x" * 1000,
-            }[how]
-        )
-        with watched() as caught:
+        state.write_bytes(alter(state.read_bytes()))
+        with pytest.warns(CheckpointWarning) as caught:
             assert not differing(fit(half, **SOME), plain())
         (one,) = caught
         assert "expected whole files, got one of the hessian" in str(one.message)
         assert not differing(fit(half, **SOME), plain())
-
-    def test_a_forged_state_is_refused_in_one_line(self, half):
-        (state,) = files(half)
-        header, tensors = storage.read(state)
-        storage.write(state, header, {**tensors, "block": torch.zeros(2, 3)})
-        with pytest.raises(StorageError, match=r"^checkpoint: expected a state of this [^\n]+$"):
-            fit(half, **SOME)
 
 
 class TestTwoProcesses:
@@ -292,32 +276,10 @@ class TestTwoProcesses:
         assert not differing(fit(half, **SOME), plain())
 
 
-class Hungry(nn.Module):
-    """Asks for more memory than there is after so many passes that record gradients.
-
-    Its numbers are of the class, which a fit shares with its private copy of the model.
-    """
-
-    passes, passes_left = 0, None
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        if torch.is_grad_enabled():
-            Hungry.passes += 1
-            if Hungry.passes_left is not None:
-                Hungry.passes_left -= 1
-                if Hungry.passes_left < 0:
-                    torch.empty(1 << 50)
-        return self.inner(x)
-
-
 class TestNoRoom:
     @pytest.mark.parametrize("limit", [500, 12_000, 40_000])
     def test_a_full_disk_costs_one_warning(self, tmp_path, limit):
-        with full_disk(limit), watched() as caught:
+        with full_disk(limit), pytest.warns(CheckpointWarning) as caught:
             assert not differing(fit(tmp_path, **WAYS["sandwich"]), plain("sandwich"))
         (one,) = caught
         assert "expected to save the state of the fit, got an error (Cannot" in str(one.message)
@@ -329,35 +291,3 @@ class TestNoRoom:
             assert not differing(fit(half, **SOME), plain())
         assert files(half) == before
         assert not differing(fit(half, **SOME), plain())
-
-    def test_out_of_memory_loses_nothing_that_was_saved(self, tmp_path):
-        """The allocator refuses, in the middle; with memory again the fit is resumed."""
-        Hungry.passes, Hungry.passes_left = 0, None
-        options = {"estimator": "opg", "rank": 16, "memory_budget": 880_000}
-        options["model"] = Hungry(subject()[0])
-        once = fit(**options)
-        Hungry.passes_left, passes = Hungry.passes // 2, Hungry.passes
-        with pytest.raises(NotEnoughMemoryError), pytest.warns(deltabars.errors.MemoryWarning):
-            fit(tmp_path, **options)
-        Hungry.passes, Hungry.passes_left = 0, None
-        assert not differing(fit(tmp_path, **options), once)
-        assert Hungry.passes < 0.75 * passes
-
-
-@contextmanager
-def watched():
-    """The warnings about checkpoints, none of which is an error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CheckpointWarning)
-        yield caught
-
-
-@contextmanager
-def full_disk(most):
-    """No file may become longer than `most` bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -122,7 +122,9 @@ def test_a_wheel_works_with_the_core_alone(tmp_path):
             target = packages / top
             if top != ".." and not target.exists():
                 os.symlink(Path(str(metadata.distribution(name).locate_file(top))), target)
-    install = ["-m", "pip", "install", "--no-deps", "--quiet", "--prefix", str(venv), str(wheel)]
+    # pip would otherwise uninstall the package of this environment.
+    install = ["-m", "pip", "install", "--no-deps", "--ignore-installed", "--quiet"]
+    install += ["--prefix", str(venv), str(wheel)]
     subprocess.run([sys.executable, *install], check=True, capture_output=True)
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     run = {"cwd": tmp_path, "capture_output": True, "text": True, "env": clean}

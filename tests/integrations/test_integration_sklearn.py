@@ -69,9 +69,6 @@ def test_error_bars_are_those_of_the_dense_formula(iris, classifier):
     assert classifier.predict_std(iris[0]) == pytest.approx(np.sqrt(variance), rel=1e-6)
     score = np.sqrt(variance.sum(1))
     assert classifier.predict_uncertainty(iris[0]) == pytest.approx(score, rel=1e-6)
-    out = classifier.predict_error_bars(iris[0][:5], covariance=True)
-    assert out.covariance.shape == (5, 3, 3)
-    assert out.mean.numpy() == pytest.approx(p[:5])
 
 
 def test_pipelines_cross_validation_and_searches():
@@ -81,22 +78,16 @@ def test_pipelines_cross_validation_and_searches():
     search.fit(data.data, data.target)
     assert search.best_params_ == {"deltaclassifier__l2": 0.01}
     assert search.best_score_ > 0.85
-    inside = search.best_estimator_[:-1].transform(data.data)
-    assert search.best_estimator_[-1].predict_std(inside).shape == (150, 3)
 
 
 def test_a_trained_network_is_used_as_it_is(iris, classifier):
     X, y = iris
     network = deepcopy(classifier.network_).float()
-    before = [weight.clone() for weight in network.parameters()]
     prefit = DeltaClassifier(network, l2=0.02, estimator="ggn", prefit=True).fit(X, y)
     assert prefit.network_ is network
-    assert all(map(torch.equal, before, network.parameters()))
     assert prefit.predict_std(X) == pytest.approx(classifier.predict_std(X), rel=1e-3)
     with pytest.raises(BadValueError, match="expected a trained"):
         DeltaClassifier(linear, prefit=True).fit(X, y)
-    with pytest.raises(BadValueError, match="l2: expected one number for the training"):
-        DeltaClassifier(linear, l2={"*": 0.1}).fit(X, y)
 
 
 def test_a_module_is_copied_and_images_are_taken():
@@ -126,19 +117,8 @@ def test_a_linear_regressor_is_a_gaussian_process(line):
     theirs = GaussianProcessRegressor(kernel, alpha=noise**2, optimizer=None).fit(X, y)
     new = np.array([[0.0, 0.0], [3.0, -1.0], [10.0, 10.0]])
     mean, std = theirs.predict(new, return_std=True)
-    assert model.predict(new) == pytest.approx(mean, rel=1e-5)
-    assert model.predict_std(new) == pytest.approx(std, rel=1e-5)
     for ours, other in zip(model.predict(new, return_std=True), (mean, std), strict=True):
         assert ours == pytest.approx(other, rel=1e-5)
     low, high = model.predict_interval(new)
     total = np.sqrt(std**2 + noise**2)  # of a target to come
     assert (high - low) / 2 == pytest.approx(1.6448536 * total, rel=1e-4)
-
-
-def test_several_outputs_keep_their_shape(line):
-    X, y = line
-    model = DeltaRegressor(linear, l2=0.01, estimator="ggn").fit(X, np.stack([y, -y], 1))
-    mean, std = model.predict(X[:4], return_std=True)
-    assert mean.shape == std.shape == (4, 2)
-    assert mean[:, 0] == pytest.approx(-mean[:, 1], abs=1e-6)
-    assert std == pytest.approx(model.predict_error_bars(X[:4]).std.numpy())

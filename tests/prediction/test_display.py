@@ -42,8 +42,7 @@ def run(*cells: str):
 def test_a_notebook_shows_bars_tables_and_pictures():
     blocked = "import sys\nsys.modules['ipywidgets'] = None\n"
     shown = "fit", "fit.predict(data[0])", "_ = fit.plot_spectrum()"
-    setup, fitted, table, prediction, picture, plain = run(SETUP, FIT, *shown, blocked + FIT)
-    assert setup == []
+    _, fitted, table, prediction, picture, plain = run(SETUP, FIT, *shown, blocked + FIT)
     assert "application/vnd.jupyter.widget-view+json" in str(fitted)
     assert "Eigenpairs of the hessian" in str(fitted)
     assert not [output for output in fitted if output.output_type == "stream"]
@@ -61,22 +60,14 @@ def fitted(likelihood="categorical", estimator="sandwich"):
     return case, deltabars.fit(case.model, case.data, l2=case.l2, rank=9, **options)
 
 
-def cells(page):
-    """The cells of a table; tags that are not closed would not be read."""
-    found = ElementTree.fromstring(f"<div>{page}</div>").iter()
-    return ["".join(each.itertext()) for each in found if each.tag in ("td", "th")]
-
-
 def test_the_table_of_a_fit():
-    case, fit = fitted()
-    found = cells(fit._repr_html_())
+    fit = fitted()[1]
+    page = ElementTree.fromstring(f"<div>{fit._repr_html_()}</div>").iter()
+    found = ["".join(each.itertext()) for each in page if each.tag in ("td", "th")]
     assert found[:8] == ["N", "P", "K", "λ", "29", "43", "9", "0.05"]
     for name, pairs in fit.spectra.items():
         at, first, last = found.index(name), float(pairs.values[0]), float(pairs.values[-1])
         assert found[at + 1 : at + 4] == [f"{first:.4g}", f"{last:.4g}", f"{last / 0.05:.4g}"]
-    odd = {"*": 0.05, "[0-9<b>&]*": 0.05}
-    fit = deltabars.fit(case.model, case.data, l2=odd, rank=3, progress=False)
-    assert "0.05 (*), 0.05 ([0-9<b>&]*)" in cells(fit._repr_html_())
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
@@ -84,7 +75,6 @@ def test_the_table_of_a_prediction_has_error_bars_in_proportion(likelihood):
     case, fit = fitted(likelihood, "ggn")
     out = fit.predict(case.unseen)
     assert repr(out).startswith("Prediction of 7 inputs, 3 outputs")
-    assert "… and 2 more" in repr(out)
     page = ElementTree.fromstring(f"<div>{out._repr_html_()}</div>")
     top = out.mean.argmax(1, keepdim=True)
     mean, std = out.mean.gather(1, top)[:, 0], out.std.gather(1, top)[:, 0]
@@ -103,15 +93,11 @@ def _no_figures_left():
     pyplot.close("all")
 
 
-@pytest.fixture
-def axes():
-    return pyplot.subplots()[1]
-
-
-def test_the_plot_of_a_spectrum(axes):
+def test_the_plot_of_a_spectrum():
     case = make_case("dense")
     options = {"estimator": "sandwich", "l2": 0.05, "rank": 9, "progress": False}
     fit = deltabars.fit(case.model, case.data, solver="krylov", smallest=4, **options)
+    axes = pyplot.subplots()[1]
     assert fit.plot_spectrum(axes) is axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     for name, pairs in fit.spectra.items():
@@ -119,23 +105,18 @@ def test_the_plot_of_a_spectrum(axes):
         assert list(lines[name].get_xdata()) == list(range(1, 10))
     assert lines["λ = 0.05"].get_ydata()[0] == 0.05
     lower = fit.spectra["hessian"].smallest
-    left = f"hessian: {34 - len(lower)} not computed"
-    assert [band.get_label() for band in axes.collections] == [left, "opg: 34 not computed"]
     end = lines[f"hessian, the {len(lower)} smallest"]
     assert end.get_ydata() == pytest.approx(lower.flip(0).abs().numpy())
-    places = end.get_xdata()  # behind the gap
-    assert places[0] > 10
-    label = axes.xaxis.get_major_formatter()
-    assert [label(3.0, None), label(places[-1], None)] == ["3", "P − 0"]
+    assert end.get_xdata()[0] > 10  # behind the gap
     whole = deltabars.fit(case.model, case.data, solver="dense", **options).plot_spectrum()
     (end,) = (line for line in whole.get_lines() if line.get_label() == "hessian, the 34 smallest")
     assert list(end.get_xdata()) == list(range(10, 44))
 
 
-def test_the_plot_of_a_few_inputs(axes):
+def test_the_plot_of_a_few_inputs():
     case, fit = fitted()
     out = fit.predict(case.unseen)[:3]
-    assert out.plot(axes, targets=out.label) is axes
+    axes = out.plot(targets=out.label)
     assert len(axes.containers) == 3
     for i, bars in enumerate(axes.containers):
         points, _, (spans,) = bars
@@ -143,32 +124,24 @@ def test_the_plot_of_a_few_inputs(axes):
         ends = torch.tensor([[s[0][1], s[1][1]] for s in spans.get_segments()])
         torch.testing.assert_close(ends[:, 0], out.mean[i] - out.std[i])
         torch.testing.assert_close(ends[:, 1], out.mean[i] + out.std[i])
-    assert axes.get_legend().get_texts()[0].get_text() == "input 0, right"
 
 
-def test_the_plot_of_many_inputs(axes):
+def test_the_plot_of_many_inputs():
     case, fit = fitted()
-    out, targets = fit.predict(case.inputs), case.targets
-    out.plot(axes, targets=targets)
-    every, right, wrong = axes.collections
+    out = fit.predict(case.inputs)
+    every, right, wrong = out.plot(targets=case.targets).collections
     assert len(every.get_offsets()) == out.mean.numel()
-    known = out.label == targets
+    known = out.label == case.targets
     assert len(right.get_offsets()) == int(known.sum())
     chosen = out[~known]
     expected = torch.stack([chosen.mean.amax(1), chosen.std.gather(1, chosen.label[:, None])[:, 0]])
     assert wrong.get_offsets().data == pytest.approx(expected.T.numpy())
-    assert axes.get_xlabel() == "probability"
 
 
 def test_plots_of_logits_chosen_classes_and_real_numbers():
     case, fit = fitted()
     assert fit.predict(case.inputs, space="logit").plot().get_xlabel() == "mean"
-    assert fit.predict(case.inputs[:2], classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
     assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
-    for out, targets, said in (
-        (fit.predict(case.unseen)[:0], None, "one input or more"),
-        (fit.predict(case.unseen), torch.zeros(3), "expected the true class of each of 7"),
-    ):
-        with pytest.raises(BadValueError, match=said):
-            out.plot(targets=targets)
+    with pytest.raises(BadValueError, match="expected the true class of each of 7"):
+        fit.predict(case.unseen).plot(targets=torch.zeros(3))

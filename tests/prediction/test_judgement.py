@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 import deltabars
 from deltabars import Prediction
 from deltabars.errors import OptimumWarning
-from deltabars.prediction.prediction import LEVELS, Judgement, impossible, judge, saturated
+from deltabars.prediction.prediction import LEVELS, Judgement, impossible, saturated
+from tests.networks import minimise
 from tests.pages import digits
 
 
@@ -37,10 +38,10 @@ def test_marks_say_where_the_softmax_is_not_straight(mean, std, average, is_satu
 
 
 def test_a_bar_above_what_a_probability_can_have_is_marked():
-    mean = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0], [1.0, 1e-9]])
-    below, above = torch.tensor([0.499, 0.299, 0.009, 0.009]), torch.tensor([0.51, 0.31, 0.02, 0.0])
-    assert impossible(mean, below[:, None].expand(4, 2)).tolist() == [False] * 4
-    assert impossible(mean, above[:, None].expand(4, 2)).tolist() == [True, True, True, False]
+    mean = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]])
+    for std, is_marked in (([0.499, 0.299, 0.009], False), ([0.51, 0.31, 0.02], True)):
+        marks = impossible(mean, torch.tensor(std)[:, None].expand(3, 2))
+        assert marks.tolist() == [is_marked] * 3
 
 
 def test_levels_follow_the_scatter(made):
@@ -51,18 +52,13 @@ def test_levels_follow_the_scatter(made):
         assert (share > 0.5) == (level == "meaningless")
         assert LEVELS.index(out.judgement.level) >= LEVELS.index(level)
     assert "larger λ" in out.judgement.remedy
-    # A score that is known to within itself at best says nothing.
-    odd = replace(made.prediction, score_error=2 * made.prediction.score)
-    judged = judge(odd.judgement.evidence, odd)
-    assert judged.level == "meaningless"
-    assert "K = 40" in judged.reason
 
 
 def test_a_judgement_goes_where_its_prediction_goes(made):
     out = made.fit.with_l2(1e-5).predict(made.images)
     said = out.judgement
     assert said.level == "meaningless"
-    for part in (out[:3], out[1], out.to("cpu"), replace(out, noise=None)):
+    for part in (out[:3], out[1], out.to("cpu")):
         assert part.judgement == said
     assert Prediction.concatenate([out[:100], out[100:]]).judgement == said
     other = made.fit.predict(made.images, rank=3)
@@ -74,16 +70,8 @@ def test_a_judgement_goes_where_its_prediction_goes(made):
     assert Prediction.concatenate([fine, fine]).judgement.level == "bars"  # judged anew
     assert "judgement" not in out.numpy()
     assert Judgement.read(json.loads(json.dumps(asdict(said)))) == said
-    with pytest.raises((ValueError, KeyError)):
-        Judgement.read({"level": "fine"})
-    for text in (repr(out), out._repr_html_()):
-        assert "meaningless" in text
-        assert "impossible" in text
-    assert said.reason in repr(out)
-    assert said.remedy in repr(out)
-
-
-def test_no_marks_where_the_mean_is_no_probability(made):
+    for text in ("meaningless", "impossible", said.reason, said.remedy):
+        assert text in repr(out)
     logits = made.fit.predict(made.images[:5], space="logit")
     assert logits.saturated is logits.impossible is None
     assert made.fit.predict(made.images[:5], classes="top2").saturated is None
@@ -95,16 +83,7 @@ def trained(steps, l2):
     inputs = torch.randn(600, 5, dtype=torch.float64)
     targets = (inputs @ torch.randn(5, 3, dtype=torch.float64)).softmax(1).multinomial(1)[:, 0]
     model = nn.Linear(5, 3).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=steps, tolerance_grad=1e-12)
-
-    def cost():
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss = loss + l2 / 2 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        return loss
-
-    optimizer.step(cost)
+    minimise(model, lambda: nn.functional.cross_entropy(model(inputs), targets), l2, steps)
     return model, (inputs, targets)
 
 
@@ -114,8 +93,6 @@ def test_the_distance_from_the_optimum_is_in_error_bars():
     model, data = trained(60, 1e-2)
     fit = deltabars.fit(model, data, l2=1e-2, **options)
     assert fit.diagnostics["distance_from_optimum"] < 1e-2
-    # Another λ moves nothing by a bar: there is no warning, though the gradient is all λω̂.
-    assert deltabars.fit(model, data, l2=1e-3, **options).diagnostics["distance_from_optimum"] < 1
     values, vectors = fit.spectra["ggn"].values, fit.spectra["ggn"].vectors
     # One bar along the first eigenvector, which the data determine.
     step = (vectors[0] / (600 * values[0]) ** 0.5).split([15, 3])
@@ -133,15 +110,3 @@ def test_the_distance_from_the_optimum_is_in_error_bars():
             judged = deltabars.fit(far, data, l2=1e-2, **options).predict(data[0][:5]).judgement
         assert judged.level == level
         assert "optimum" in judged.reason
-
-
-def test_the_last_layer_is_not_recommended_to_who_took_it():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
-    data = torch.randn(500, 4), torch.arange(500) % 3
-    for params, recommended in ((None, True), (deltabars.last_layer(), False), ("2.bias", False)):
-        with pytest.warns(OptimumWarning) as said:
-            fit = deltabars.fit(model, data, l2=1e-5, rank=3, params=params, progress=False)
-        assert ("params=last_layer()" in str(said[0].message)) == recommended
-        remedy = fit.predict(data[0]).judgement.remedy
-        assert ("those of the last layer" in remedy) == recommended

@@ -16,15 +16,11 @@ from deltabars import Prediction
 from deltabars.errors import BadValueError
 from deltabars.prediction.ranking import least_certain, most_certain, ranked
 from tests.conftest import cached_case
+from tests.prediction.test_averaging import fitted
 
 BARS = ("mean", "std", "variance", "std_error", "std_low", "std_high")
 ABSENT = ("noise", "total_std", "classes", "judgement")  # None, or no tensor
 FIELDS = [f.name for f in dataclasses.fields(Prediction) if f.name not in ABSENT]
-
-
-def fitted(case, estimator="opg", rank=9, **options):
-    options = {"l2": case.l2, "progress": False, **options}
-    return deltabars.fit(case.model, case.data, estimator=estimator, rank=rank, **options)
 
 
 def close(found, expected):
@@ -42,16 +38,10 @@ def out(fit, dense_case) -> Prediction:
 
 
 def test_values_hang_together(fit, out, dense_case):
-    assert out.covariance.shape == (7, 3, 3)
-    for name in (*BARS, "moderated"):
-        assert getattr(out, name).shape == (7, 3)
-        assert getattr(out, name).dtype == torch.float64
     logits = dense_case.model(dense_case.unseen).detach()
     close(out.mean, logits.softmax(1))
     assert torch.equal(out.label, logits.argmax(1))
     assert torch.equal(fit.predict(dense_case.unseen, space="logit").mean, logits)
-    close(out.std.square(), out.variance)
-    close(out.score.square(), out.variance.sum(1))
     assert bool(((out.std_low <= out.std) & (out.std <= out.std_high)).all())
     # Probabilities sum to one whatever the weights: no part of the covariance is along (1, 1, 1).
     close(out.covariance.sum(-1), torch.zeros(7, 3, dtype=torch.float64))
@@ -68,41 +58,31 @@ def test_slicing(out, index):
 
 def test_one_input_keeps_its_batch(out):
     assert torch.equal(out[-1].mean, out.mean[6:])
-    assert out[out.score.argmax()].score == out.score.max()
     assert out[np.int64(2)].mean.shape == (1, 3)
     with pytest.raises(IndexError, match="out of range for 7"):
         out[7]
 
 
 def test_arrays_and_tables(out):
-    assert out.to("cpu").mean.device.type == "cpu"
     arrays = out.numpy()
     assert set(arrays) == set(FIELDS)
     assert np.array_equal(arrays.std, out.std.numpy())
-    with pytest.raises(AttributeError):
-        _ = arrays.nothing
     table = out.to_pandas()
     assert len(table) == 7
-    assert list(table.columns[:3]) == ["label", "score", "score_error"]
     for name in ("score", "mutual_information", "impossible"):
         assert np.array_equal(table[name], arrays[name])
     for name in ("mean", "std", "std_low", "std_high", "moderated"):
         assert np.array_equal(table[f"{name}_2"], arrays[name][:, 2])
-    assert "class_0" not in table
     named = out.columns(["a", "b", "c"], interval_ends=False)
     assert np.array_equal(named["std_c"], arrays.std[:, 2])
-    assert not [name for name in named if "low" in name or "high" in name]
 
 
 def test_orders(out):
     targets = (out.label + torch.arange(7) % 2) % 3  # every other one is wrong
-    for by, values in {
-        "score": -out.score,
-        "entropy": -out.entropy,
-        "mutual_information": -out.mutual_information,
-        "probability": out.mean.amax(1),
-        "target": out.mean[torch.arange(7), targets],
-    }.items():
+    for by, values in (
+        ("score", -out.score), ("mutual_information", -out.mutual_information),
+        ("probability", out.mean.amax(1)), ("target", out.mean[torch.arange(7), targets]),
+    ):  # fmt: skip
         order = values.argsort()
         assert torch.equal(ranked(out, 7, by=by, targets=targets), order), by
         last = ranked(out, 3, by=by, targets=targets, most_certain=True)
@@ -117,14 +97,11 @@ def test_orders(out):
 
 def test_orders_that_are_refused(out):
     numbers = dataclasses.replace(out, label=None, total_std=out.std)
-    unknown = dataclasses.replace(out, entropy=None)
     for prediction, options, said in (
         (out, {"by": "taste"}, "by: expected one of"),
         (out, {"by": "target"}, "class numbers as targets"),
         (out, {"wrong": True}, "data with targets"),
-        (unknown, {"by": "entropy"}, "a prediction with entropy"),
         (numbers, {"by": "probability"}, "expected 'score' for a regression"),
-        (numbers, {"per_class": True}, "one class an input"),
     ):
         with pytest.raises(BadValueError, match=said):
             ranked(prediction, 3, **options)
@@ -141,8 +118,7 @@ def test_targets_that_are_no_class_come_last_and_yes_or_no_is_an_answer(out):
     p, answers = out.mean[:, :1], torch.arange(7) % 2
     one = dataclasses.replace(out, mean=p, label=(p > 0.5).long())
     expected = torch.where(answers == 1, p[:, 0], 1 - p[:, 0]).argsort()
-    for targets in (answers, answers[:, None].double()):
-        assert torch.equal(ranked(one, 7, by="target", targets=targets), expected)
+    assert torch.equal(ranked(one, 7, by="target", targets=answers[:, None].double()), expected)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +130,14 @@ def test_targets_that_are_no_class_come_last_and_yes_or_no_is_an_answer(out):
         ("dense", "opg", "gaussian", "logit"),
     ],
 )
-@pytest.mark.parametrize("classes", ["top2", [2, 0], range(3), torch.tensor([1])])
+@pytest.mark.parametrize("classes", ["top2", [2, 0], torch.tensor([1])])
 def test_some_classes_are_those_of_all(kind, estimator, likelihood, space, classes):
     case = cached_case(kind, likelihood=likelihood)
     fit = fitted(case, estimator, likelihood=likelihood)
     options = {"space": space, "covariance": True}
     whole = fit.predict(case.unseen, **options)
     if likelihood == "gaussian" and isinstance(classes, str):
-        with pytest.raises(BadValueError, match=r"for all 3 outputs, a list of .* got 'top"):
+        with pytest.raises(BadValueError, match="got 'top"):
             fit.predict(case.unseen, classes=classes)
         return
     part = fit.predict(case.unseen, classes=classes, **options)
@@ -177,9 +153,7 @@ def test_some_classes_are_those_of_all(kind, estimator, likelihood, space, class
     expected = whole.covariance[rows, part.classes[:, :, None], part.classes[:, None, :]]
     close(part.covariance, expected)
     assert part.moderated is part.entropy is part.mutual_information is None
-    table = part.to_pandas()
-    assert np.array_equal(table["class_0"], part.classes[:, 0].numpy())
-    assert np.array_equal(table["std_0"], part.std[:, 0].numpy())
+    assert np.array_equal(part.to_pandas()["class_0"], part.classes[:, 0].numpy())
 
 
 def test_refused_classes(fit, dense_case):
@@ -212,12 +186,6 @@ def test_memory_stays_bounded_with_five_thousand_classes():
     data = inputs, torch.arange(40) * (classes // 40)
     fit = deltabars.fit(model, data, l2=0.1, rank=rank, memory_budget=budget, progress=False)
     with Largest() as largest:
-        out = fit.predict(inputs.repeat(20, 1), classes=f"top{chosen}")
-    assert out.std.shape == out.classes.shape == (800, chosen)
+        fit.predict(inputs.repeat(20, 1), classes=f"top{chosen}")
     # A quarter of the budget is a chunk's, and no tensor is larger than the chunk.
     assert 4 * largest.numbers <= budget // 4
-    # One input at a time: k rows of outputs, and the eigenvectors as they are (K·P).
-    with Largest() as largest:
-        single = fit.predict(inputs[:3], classes=f"top{chosen}", batch_size=1)
-    assert largest.numbers <= max(8 * chosen * classes, rank * fit.num_parameters)
-    torch.testing.assert_close(single.std, out.std[:3], rtol=1e-4, atol=0)

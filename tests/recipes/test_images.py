@@ -26,16 +26,10 @@ def write(path, content, zipped=False):
 
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzipped"])
 class TestIdx:
-    def test_items(self, tmp_path, zipped):
-        path = write(tmp_path / "x", idx_bytes(IMAGES), zipped)
-        assert torch.equal(read_idx(path), torch.from_numpy(IMAGES))
-        assert torch.equal(read_idx(path, 2), torch.from_numpy(IMAGES[:2]))
-
     @pytest.mark.parametrize(
         ("content", "count", "match"),
         [
             (b"", None, "got an empty file"),
-            (idx_bytes(IMAGES)[:9], None, "cut short"),
             (idx_bytes(IMAGES)[:100], None, "expected 2352 bytes after the header"),
             (idx_bytes(LABELS) + b"!", None, "expected 3 bytes after the header, got more"),
             (idx_bytes(LABELS, b"\x00\x00\x0d"), None, "got 00 00 0d 01"),
@@ -44,9 +38,8 @@ class TestIdx:
     )
     def test_broken(self, tmp_path, zipped, content, count, match):
         path = write(tmp_path / "x", content, zipped)
-        with pytest.raises(DataError, match=match) as caught:
+        with pytest.raises(DataError, match=match):
             read_idx(path, count)
-        assert str(path) in str(caught.value)
 
     def test_mnist(self, tmp_path, zipped):
         end = ".gz" if zipped else ""
@@ -65,21 +58,16 @@ class TestIdx:
 
 
 def test_missing_and_cut_files(tmp_path):
-    with pytest.raises(DataError, match="got nothing there"):
-        read_idx(tmp_path / "x")
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte or .*\.gz in the folder"):
         read_mnist(tmp_path)
-    with pytest.raises(DataError, match="cut short"):
-        read_idx(write(tmp_path / "x.gz", gzip.compress(idx_bytes(IMAGES))[:-20]))
     for read in (read_mnist, read_cifar10):
         with pytest.raises(BadValueError, match=r"part: expected one of .*, got 'validation'"):
             read(tmp_path, "validation")
 
 
 def make_records(count, seed):
-    generator = np.random.default_rng(seed)
-    records = generator.integers(0, 256, (count, 3073), dtype=np.uint8)
-    records[:, 0] = generator.integers(0, 10, count)
+    records = np.random.default_rng(seed).integers(0, 256, (count, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
     return records
 
 
@@ -109,53 +97,39 @@ class TestCifar10:
             np.testing.assert_allclose(images.double().numpy(), pixels, rtol=0, atol=2**-25)
             with pytest.raises(DataError, match="expected 10 items or more, got"):
                 read_cifar10(folder, part, 10)
-            first, some = read_cifar10(folder, part, 3)
-            assert torch.equal(first, images[:3])
-            assert torch.equal(some, labels[:3])
+            assert torch.equal(read_cifar10(folder, part, 3)[0], images[:3])
 
     @pytest.mark.parametrize(
         ("content", "match"),
         [
             (None, r"binary batch at .*batch_4\.bin, got nothing there"),
             (b"", r"got 0 bytes in .*batch_4\.bin"),
-            (bytes(3072), r"got 3072 bytes in .*batch_4\.bin"),
             (b"\x0a" + bytes(3072), r"classes from 0 to 9, got 10 in .*batch_4\.bin"),
-            ("folder", r"expected one that can be read, got .*batch_4\.bin"),
         ],
     )
     def test_bad_files(self, folder, content, match):
         path = folder / BATCHES[3]
         path.unlink()
-        if content == "folder":
-            path.mkdir()
-        elif content is not None:
+        if content is not None:
             path.write_bytes(content)
         with pytest.raises(DataError, match=match):
             read_cifar10(folder)
 
 
-class TestWeights:
-    def save(self, path, **changes):
-        arrays = {name: value.numpy() for name, value in paper_network(3).state_dict().items()}
-        np.savez(path, **(arrays | changes))
-        return path
-
-    def test_files(self, tmp_path):
-        path = self.save(tmp_path / "w.npz", seconds=np.array(3.0))
-        network = load_weights(path)
-        assert not network.training
-        for name, value in paper_network(3).state_dict().items():
-            assert torch.equal(network.state_dict()[name], value)
-        with pytest.raises(ModelError, match=r"none\.npz, which does not exist"):
-            load_weights(tmp_path / "none.npz")
-        path.write_bytes(path.read_bytes()[:1000])
-        with pytest.raises(ModelError, match="truncated or is none"):
+def test_files_of_weights(tmp_path):
+    path, state = tmp_path / "w.npz", paper_network(3).state_dict()
+    arrays = {name: value.numpy() for name, value in state.items()}
+    np.savez(path, **arrays)
+    found = load_weights(path).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="truncated or is none"):
+        load_weights(path)
+    for name, wrong in (
+        ("fc2.bias", np.zeros(3)),
+        ("fc2.bias", 1j * np.ones(10)),
+        ("x", np.ones(3)),
+    ):
+        np.savez(path, **(arrays | {name: wrong}))
+        with pytest.raises(ModelError, match=f"of '{name}', for one"):
             load_weights(path)
-
-    @pytest.mark.parametrize(
-        "change",
-        [{"fc2.bias": np.zeros(3)}, {"fc3.bias": np.zeros(3)}, {"fc2.bias": np.zeros(10, complex)}],
-    )
-    def test_other_arrays(self, tmp_path, change):
-        with pytest.raises(ModelError, match=f"of '{next(iter(change))}', for one"):
-            load_weights(self.save(tmp_path / "w.npz", **change))

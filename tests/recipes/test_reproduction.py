@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-import torch
 
 from deltabars.cli.entry import main
 from deltabars.recipes.paper import PaperNetwork
-from deltabars.recipes.summary import PUBLISHED, beside_published, published_regressions
-from tests.scans import QUICK, SMALLER, STEPS, command, deltabars, environment, only_line, run
+from deltabars.recipes.summary import PUBLISHED, published_regressions
+from tests.scans import QUICK, SMALLER, command, deltabars, environment, only_line, run
 
 FIGURES = (
     "spectra", "uncertainty", "surfaces", "foreign", "rankings", "estimators", "ensembles",
@@ -42,12 +40,6 @@ class TestWhatItWrites:
             "training", "eigenvalues", "solvers", "effective_parameters", "regressions", "scores",
             "times", "foreign", "initialisations", "bootstrap", "samples",
         }  # fmt: skip
-        assert results["versions"]["torch"] == torch.__version__
-        assert results["settings"]["parameters"] == 93_322
-        assert results["settings"]["rank"] == 5
-        assert set(results["times"]) == {
-            "training", "hessian", "opg", "predicting_train", "predicting_test",
-        }  # fmt: skip
         assert all(seconds > 0 for seconds in results["times"].values())
         names = sorted(path.name for path in quick_run.out.iterdir())
         assert names == sorted(["results.json", "stages", *(f"{name}.png" for name in FIGURES)])
@@ -63,7 +55,6 @@ class TestWhatItWrites:
                 title = f"{part}: {pair.replace('_', ' → ')}, {key}"
                 rows.append((title, results["regressions"][part][pair][key], value))
         printed = quick_run.done.stdout.splitlines()
-        assert printed[0].split() == ["ours", "paper", "difference"]
         assert len(rows) == 22
         for line, (title, ours, paper) in zip(printed[1:], rows, strict=False):
             assert line.startswith(title)
@@ -71,9 +62,6 @@ class TestWhatItWrites:
             # As they are printed: four digits of ours, three of the paper's.
             assert numbers == pytest.approx([ours, paper, ours - paper], abs=6e-5)
         assert str(quick_run.out / "results.json") in quick_run.done.stdout
-        results["regressions"]["train"]["hessian_opg"]["r2"] = None
-        row = "train: hessian → opg, r2                     –     0.997           –"
-        assert row in beside_published("mnist", results).splitlines()
 
 
 class TestAgain:
@@ -82,29 +70,9 @@ class TestAgain:
         assert run("mnist", "--data", quick_run.data, "--out", quick_run.out, *QUICK) == 0
         printed, shown = capsys.readouterr()
         said = [line.removeprefix("… ") for line in shown.splitlines()]
-        kept = {line.partition(":")[0] for line in said if line.endswith(": kept from before")}
-        # The fit and the further networks are read where a stage needs them; none does.
-        assert kept == set(stages_of(quick_run.out)) - {"fit", "networks-2"}
         assert [line for line in said if "computing" in line] == []
         assert (quick_run.out / "results.json").read_bytes() == before
         assert printed == quick_run.done.stdout
-
-    @pytest.mark.parametrize(
-        ("option", "match"),
-        [
-            (("--seed", 1), "with seed 0 and not 1"),
-            (("--steps", STEPS + 1), f"with steps {STEPS} and not {STEPS + 1}"),
-            (("--rank", 4), "with rank 5 and not 4"),
-        ],
-    )
-    def test_another_run_is_refused(self, quick_run, capsys, option, match):
-        where = ("--data", quick_run.data, "--out", quick_run.out)
-        before = (quick_run.out / "results.json").read_bytes()
-        assert run("mnist", *where, *QUICK, "--quiet", *option) == 1
-        line = only_line(capsys)
-        assert match in line
-        assert "--fresh" in line
-        assert (quick_run.out / "results.json").read_bytes() == before
 
 
 def from_weights(quick_run, out):
@@ -130,10 +98,6 @@ def test_a_run_from_weights_that_is_killed_and_resumed(quick_run, tmp_path, caps
     assert results["training"] == quick_run.results["training"]
     assert not {"bootstrap", "samples"} & set(results)
     assert not (whole / "ensembles.png").exists()
-    for name in ("hessian", "opg"):
-        more = quick_run.results["eigenvalues"][name][:2]
-        # Both to the solver's tolerance, from start vectors of another number.
-        assert results["eigenvalues"][name] == pytest.approx(more, rel=1e-4)
 
     process = subprocess.Popen(
         command(*from_weights(quick_run, out)), stdout=subprocess.DEVNULL,
@@ -163,14 +127,10 @@ def test_a_run_from_weights_that_is_killed_and_resumed(quick_run, tmp_path, caps
     [
         (("--rank", 0), "--rank: expected a whole number from 1 on, got 0"),
         (("--rank", 93_323), "--rank: expected at most the 93322 parameters, got 93323"),
-        (("--hessian-rank", 93_323), "--hessian-rank: expected at most the 93322 parameters"),
         (("--test-images", 201), "expected 201 items or more, got 200"),
-        (("--samples", -1), "--samples: expected a whole number from 0 on, got -1"),
+        (("--samples", -1), "--samples: expected 0 or a whole number from 2 on, got -1"),
         (("--bootstrap", 1), "--bootstrap: expected 0 or a whole number from 2 on, got 1"),
-        (("--seed", -1), "--seed: expected a whole number from 0 to 2147483647, got -1"),
-        (("--device", "nonsense"), "--device: expected cpu, cuda or cuda:N, got 'nonsense'"),
         (("--weights", "absent.npz"), "absent.npz, which does not exist"),
-        (("--data", "absent"), "--data: expected a folder, got absent"),
     ],
 )
 def test_options_that_are_refused(scans, tmp_path, capsys, option, match):
@@ -180,31 +140,18 @@ def test_options_that_are_refused(scans, tmp_path, capsys, option, match):
     assert not out.exists()
 
 
-def test_missing_matplotlib_is_known_first(scans, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run("mnist", "--data", scans, "--small", "--out", tmp_path / "out") == 1
-    assert "pip install 'deltabars[figures]'" in only_line(capsys)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("stages/weights.npz", "Stage weights (remove it to compute it again)"),
-        ("stages/fit.deltabars", "fit.deltabars"),
         ("results.json", "results.json: Is a directory"),
         ("spectra.png", "spectra.png"),
     ],
 )
-def test_files_that_are_cut_short_or_folders(quick_run, tmp_path, capsys, name, match):
+def test_files_that_are_folders(quick_run, tmp_path, capsys, name, match):
     shutil.copytree(quick_run.out, tmp_path / "out")
     path = tmp_path / "out" / name
-    if name.startswith("stages"):
-        path.write_bytes(path.read_bytes()[:1000])
-        (tmp_path / "out" / "stages" / "surfaces.npz").unlink()  # a stage that needs the fit
-    else:
-        path.unlink()
-        path.mkdir()
+    path.unlink()
+    path.mkdir()
     where = ("--data", quick_run.data, "--out", tmp_path / "out")
     assert run("mnist", *where, *QUICK, "--quiet") == 1
     assert match in only_line(capsys)

@@ -18,17 +18,12 @@ ARRAYS = {
 }
 
 
-class Compute:
-    calls = 0
-
-    def __call__(self):
-        self.calls += 1
-        return dict(ARRAYS)
+def compute():
+    return dict(ARRAYS)
 
 
 def opened(folder, identity=IDENTITY, fresh=False, said=None):
-    say = (lambda line: None) if said is None else said.append
-    return Stages(folder, identity, say, fresh)
+    return Stages(folder, identity, [].append if said is None else said.append, fresh)
 
 
 def contents(folder):
@@ -44,80 +39,62 @@ def assert_arrays(found):
 
 
 def test_a_stage_is_computed_once(tmp_path):
-    said, compute = [], Compute()
+    said: list[str] = []
     stages = opened(tmp_path / "out" / "stages", said=said)
-    first, second = (stages.arrays("spectra", compute) for _ in range(2))
-    assert compute.calls == 1
+    first = stages.arrays("spectra", compute)
     assert_arrays(first)
-    assert_arrays(second)
     assert said[0] == "spectra: computing"
     assert contents(stages.folder) == ["run.json", "spectra.npz"]
-    stages.arrays("other", compute)
-    assert compute.calls == 2
     later: list[str] = []
-    found = opened(stages.folder, said=later).arrays("spectra", compute)
-    assert compute.calls == 2
+    found = opened(stages.folder, said=later).arrays("spectra", lambda: 1 / 0)
     assert later == ["spectra: kept from before"]
     assert_arrays(found)
     assert float(found["seconds"]) == float(first["seconds"])  # of the computing, not the reading
 
 
-class TestIdentity:
-    def test_the_same_is_taken(self, tmp_path):
-        opened(tmp_path)
-        assert json.loads((tmp_path / "run.json").read_text())["seed"] == 3
-        opened(tmp_path, json.loads(json.dumps(IDENTITY)))
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seed": 4}, "with seed 3 and not 4"),
+        ({"rank": 7}, "with rank None and not 7"),
+        ({"schedule": ((0, 1e-3),)}, "with schedule"),
+    ],
+)
+def test_another_run_is_refused(tmp_path, change, match):
+    opened(tmp_path).arrays("spectra", compute)
+    opened(tmp_path, json.loads(json.dumps(IDENTITY)))
+    before = contents(tmp_path)
+    with pytest.raises(BadValueError, match=match):
+        opened(tmp_path, IDENTITY | change)
+    assert contents(tmp_path) == before
 
-    @pytest.mark.parametrize(
-        ("change", "match"),
-        [
-            ({"seed": 4}, "with seed 3 and not 4"),
-            ({"weights": "abc"}, "with weights None and not abc"),
-            ({"rank": 7}, "with rank None and not 7"),
-            ({"schedule": ((0, 1e-3),)}, "with schedule"),
-        ],
-    )
-    def test_another_is_refused(self, tmp_path, change, match):
-        opened(tmp_path).arrays("spectra", Compute())
-        before = contents(tmp_path)
-        with pytest.raises(BadValueError, match=match) as caught:
-            opened(tmp_path, IDENTITY | change)
-        assert str(tmp_path.parent) in str(caught.value)  # the stages are in a folder of it
-        assert contents(tmp_path) == before
 
-    @pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff"])
-    def test_an_altered_one_is_named(self, tmp_path, text):
+@pytest.mark.parametrize("text", [b"", b"[1]", b"\x00\xff"])
+def test_an_altered_record_is_named(tmp_path, text):
+    opened(tmp_path)
+    (tmp_path / "run.json").write_bytes(text)
+    with pytest.raises(StorageError, match=r"run\.json is altered"):
         opened(tmp_path)
-        (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(StorageError, match=r"run\.json is altered"):
-            opened(tmp_path)
 
 
 def test_fresh_empties_the_folder_but_not_one_of_others(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    for fresh in (False, True):
-        with pytest.raises(BadValueError, match="got one with other files"):
-            opened(tmp_path, fresh=fresh)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    with pytest.raises(BadValueError, match="got one with other files"):
+        opened(tmp_path, fresh=True)
     (tmp_path / "thesis.txt").unlink()
-    opened(tmp_path, fresh=True).arrays("spectra", Compute())
-    (tmp_path / "fit.deltabars").write_bytes(b"old")
+    opened(tmp_path, fresh=True).arrays("spectra", compute)
     opened(tmp_path, IDENTITY | {"seed": 4}, fresh=True)
     assert contents(tmp_path) == ["run.json"]
     assert json.loads((tmp_path / "run.json").read_text())["seed"] == 4
 
 
-@pytest.mark.parametrize("length", [0, 200, -1])
+@pytest.mark.parametrize("length", [0, 200])
 def test_a_truncated_stage_is_named(tmp_path, length):
-    opened(tmp_path).arrays("spectra", Compute())
+    opened(tmp_path).arrays("spectra", compute)
     path = tmp_path / "spectra.npz"
     path.write_bytes(path.read_bytes()[:length])
-    compute = Compute()
-    with pytest.raises(DataError, match="Stage spectra") as caught:
-        opened(tmp_path).arrays("spectra", compute)
-    assert str(path) in str(caught.value)
-    assert "remove it to compute it again" in str(caught.value)
-    assert compute.calls == 0
+    with pytest.raises(DataError, match=r"spectra\.npz"):
+        opened(tmp_path).arrays("spectra", lambda: 1 / 0)
     path.unlink()
     assert_arrays(opened(tmp_path).arrays("spectra", compute))
 
@@ -127,7 +104,7 @@ def test_a_failed_stage_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError):
         stages.arrays("spectra", lambda: 1 / 0)
     assert contents(tmp_path) == ["run.json"]
-    assert_arrays(stages.arrays("spectra", Compute()))
+    assert_arrays(stages.arrays("spectra", compute))
 
 
 def test_what_cannot_be_written(tmp_path):
@@ -138,4 +115,4 @@ def test_what_cannot_be_written(tmp_path):
     stages = opened(tmp_path / "stages")
     (stages.folder / "spectra.npz").mkdir()
     with pytest.raises(StorageError, match=r"Cannot write .*spectra\.npz: Is a directory"):
-        stages.arrays("spectra", Compute())
+        stages.arrays("spectra", compute)

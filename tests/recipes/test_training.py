@@ -10,12 +10,9 @@ from torch.nn.utils import parameters_to_vector
 from deltabars.errors import BadValueError
 from deltabars.recipes.paper import CIFAR10, L2, MNIST, paper_network
 from deltabars.recipes.training import train
-from deltabars.runtime.precision import same_bits
 
 COUNT = 130  # not a multiple of 100: the second batch holds 30 images and the first 70 again
 OPTIONS = {"steps": 4, "schedule": ((0, 1e-3), (2, 2e-4), (8, 1e-5)), "progress": False}
-# On a GPU five steps are taken before one is recorded and replayed.
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def make_data(recipe=MNIST, count=COUNT):
@@ -55,20 +52,16 @@ def vector(network):
 
 
 def assert_trained_alike(found, exact, start):
-    """Compare two networks, to 1e-5 of how far the training went.
-
-    The learning rate is a float32 number (5e-8), and Adam divides by √v: the rounding of a gradient
-    that is all but zero becomes a share of a step.
-    """
+    """Compare two networks, to 1e-5 of how far the training went."""
+    # The learning rate is a float32 number (5e-8), and Adam divides by √v: the rounding of a
+    # gradient that is all but zero becomes a share of a step.
     moved = float((vector(exact) - vector(start)).abs().max())
     assert moved > 1e-3  # one step's worth at least
     assert not found.training
     torch.testing.assert_close(vector(found), vector(exact), rtol=0, atol=1e-5 * moved)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count", "steps"), [(MNIST, COUNT, 4), (CIFAR10, COUNT, 2), (MNIST, 40, 2)]
-)
+@pytest.mark.parametrize(("recipe", "count", "steps"), [(MNIST, COUNT, 4), (CIFAR10, 40, 2)])
 def test_several_at_once_are_each_adam_on_batches_in_order(recipe, count, steps):
     data = make_data(recipe, count)
     found = trained(range(2), data, recipe, steps=steps)
@@ -84,9 +77,6 @@ def test_each_network_sees_its_rows_alone():
     for network, own in zip(found, rows, strict=True):
         exact = plain_loop(start_network(0), images[own], labels[own])
         assert_trained_alike(network, exact, start_network(0))
-    images[[index for index in range(COUNT) if index not in rows]] = torch.nan
-    again = trained([0, 0], (images, labels), rows=rows)
-    assert torch.equal(vector(again[0]), vector(found[0]))
 
 
 def test_the_same_start_gives_the_same_bits_and_stays_as_it_is():
@@ -103,11 +93,9 @@ def test_the_same_start_gives_the_same_bits_and_stays_as_it_is():
 
 @pytest.mark.parametrize(("recipe", "size"), [(MNIST, 93_322), (CIFAR10, 122_570)])
 def test_initial_weights(recipe, size):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    state = torch.get_rng_state()
     one, same, other = (dict(paper_network(seed, recipe).named_parameters()) for seed in (5, 5, 1))
-    assert torch.equal(torch.rand(3), expected)  # the caller's numbers stay
+    assert torch.equal(torch.get_rng_state(), state)
     assert sum(parameter.numel() for parameter in one.values()) == size
     for name, value in one.items():
         assert torch.equal(value, same[name])
@@ -121,25 +109,16 @@ def test_initial_weights(recipe, size):
         assert abs(float(value.std()) - 1) < 5 / (2 * n) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"schedule": ((2, 1e-3),)}, "rates from step 0 on"),
-        ({"schedule": ((0, 1e-3), (2, 1e-4), (1, 1e-5))}, "in their order"),
-        ({"steps": 0}, "one step or more"),
-        ({"rows": torch.zeros(2, 130, dtype=torch.long)}, r"rows: expected \(1, 130\)"),
-    ],
-)
-def test_refusals(options, match):
-    with pytest.raises(BadValueError, match=match):
-        trained([0], make_data(), **options)
+def test_schedules_out_of_order_are_refused():
+    with pytest.raises(BadValueError, match="in their order"):
+        trained([0], make_data(), schedule=((0, 1e-3), (2, 1e-4), (1, 1e-5)))
 
 
-@ON_GPU
-@pytest.mark.parametrize("bootstrap", [False, True])
-def test_recorded_steps_equal_those_of_the_cpu(bootstrap):
+# On a GPU five steps are taken before one is recorded and replayed.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_recorded_steps_equal_those_of_the_cpu():
     rows = torch.randint(130, (2, 130), generator=torch.Generator().manual_seed(0))
-    options = {"steps": 30, "rows": rows if bootstrap else None, "progress": False}
+    options = {"steps": 30, "rows": rows, "progress": False}
     here, there = (
         train(
             [start_network(seed).to(device) for seed in range(2)],
@@ -150,12 +129,3 @@ def test_recorded_steps_equal_those_of_the_cpu(bootstrap):
     for one, other in zip(here, there, strict=True):
         # The learning rate is a float32 number on both; rounding in float64 grows over the steps.
         torch.testing.assert_close(vector(other).cpu(), vector(one), rtol=0, atol=1e-6)
-
-
-@ON_GPU
-def test_same_bits_on_a_gpu():
-    images, labels = make_data()
-    start = [start_network(seed).float().cuda() for seed in range(2)]
-    with same_bits(True):
-        one, other = (train(start, images.float(), labels, **OPTIONS | {"steps": 30}) for _ in "12")
-    assert torch.equal(vector(one[1]), vector(other[1]))

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import deltabars
 from deltabars.errors import BadValueError, MissingDependencyError, StorageError
 from deltabars.fitting.tuning import Tuning
-from deltabars.report.spectra import Spectrum, save_fit_spectra, save_spectra, save_tuning
-from deltabars.report.style import FALSE_POSITIVE, FULL_RANK, TRUE_POSITIVE, smooth
+from deltabars.report.spectra import Spectrum, save_spectra, save_tuning
+from deltabars.report.style import FALSE_POSITIVE, TRUE_POSITIVE, smooth
 from deltabars.report.uncertainty import (
     Block,
     Comparison,
@@ -38,19 +37,14 @@ def random(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def tails(*negative):
-    """Ascending tails of ten eigenvalues, with so many negative ones."""
-    return [torch.arange(10, dtype=torch.float64) / 100 - n / 100 + 0.005 for n in negative]
-
-
 def spectrum():
     largest = [3 / torch.arange(1, k + 1, dtype=torch.float64) for k in (20, 15, 20)]
-    return Spectrum("H", [(1 + i / 10) * v for i, v in enumerate(largest)], tails(4, 5, 6))
+    smallest = [torch.arange(10, dtype=torch.float64) / 100 - n / 100 + 0.005 for n in (4, 5, 6)]
+    return Spectrum("H", [(1 + i / 10) * v for i, v in enumerate(largest)], smallest)
 
 
 def panel(n=400, wrong=60):
-    p = random(n, 4).softmax(1) ** 3
-    p = p / p.sum(1, keepdim=True)
+    p = (3 * random(n, 4)).softmax(1)
     right = torch.arange(n) >= wrong
     return Panel("OPG", p, p * (1 - p) * (1 + random(n, 4, seed=1)), p.argmax(1), right)
 
@@ -128,10 +122,6 @@ def lines(axes):
     return {line.get_label(): line for line in axes.lines}
 
 
-def legend(figure):
-    return [text.get_text() for each in figure.legends for text in each.get_texts()]
-
-
 def test_a_line_a_network_and_the_mean_where_all_have_the_index(path):
     given = spectrum()
     upper, lower = save_spectra(path, [given], L2, P).axes
@@ -147,45 +137,20 @@ def test_a_line_a_network_and_the_mean_where_all_have_the_index(path):
     np.testing.assert_allclose(mean.get_ydata(), expected, rtol=1e-14)
     np.testing.assert_array_equal(mean.get_xdata(), -np.arange(10))
     assert lines(upper)["λ = 0.01"].get_ydata()[0] == L2
-
-
-@pytest.mark.parametrize(("negative", "seen", "at"), [((4, 5, 6), 3, -4.5), ((0, 10, 3), 1, -2.5)])
-def test_crossings_lie_between_the_signs_where_they_are_seen(path, negative, seen, at):
-    given = replace(spectrum(), smallest=tails(*negative))
-    axes = save_spectra(path, [given], L2, P).axes[1]
-    crossing = lines(axes)[f"mean zero crossing, seen in {seen} of 3"]
-    assert crossing.get_xdata()[0] == pytest.approx(at)
-
-
-def test_one_network_zeros_and_bad_spectra(path):
-    given = Spectrum("G", [torch.tensor([2.0, 1.0, 0.0])], [torch.empty(0)])
-    figure = save_spectra(path, [given], L2, P)
-    (axes,) = figure.axes
-    assert legend(figure) == ["one network", "λ = 0.01"]
-    assert 0 < axes.get_ylim()[0] <= L2
-    with pytest.raises(BadValueError, match="one network or more, got 0 and 0"):
-        save_spectra(path, [Spectrum("H", [], [])], L2, P)
-
-
-def test_a_fit_is_drawn_as_it_draws_itself(path, dense_case):
-    fit = deltabars.fit(dense_case.model, dense_case.data, l2=0.05, rank=4, progress=False)
-    (axes,) = save_fit_spectra(path, fit).axes
-    assert lines(axes)["opg"].get_ydata() == pytest.approx(fit.spectra["opg"].values.numpy())
+    crossing = lines(lower)["mean zero crossing, seen in 3 of 3"]
+    assert crossing.get_xdata()[0] == pytest.approx(-4.5)
 
 
 def test_curves_are_the_smoothed_predicted_classes(path):
     given = panel()
-    figure = save_uncertainty(path, [given, panel(wrong=0)])
-    axes = figure.axes[0]
+    axes = save_uncertainty(path, [given, panel(wrong=0)]).axes[0]
     p, std = (t.gather(1, given.label[:, None])[:, 0] for t in (given.probability, given.std))
     for color, these in ((TRUE_POSITIVE, given.right), (FALSE_POSITIVE, ~given.right)):
         line = next(line for line in axes.lines if line.get_color() == color)
         grid = torch.from_numpy(line.get_xdata())
-        assert float(grid[0]) == float(p[these].min())
-        assert float(grid[-1]) == float(p[these].max())
+        assert (float(grid[0]), float(grid[-1])) == (float(p[these].min()), float(p[these].max()))
         np.testing.assert_allclose(line.get_ydata(), smooth(p[these], std[these], grid, 0.05))
     assert len(axes.collections[0].get_offsets()) == given.std.numel()
-    assert legend(figure) == ["all classes", "true positives", "false positives"]
     assert axes.get_xlabel() == "probability (340 true, 60 false positives)"
 
 
@@ -195,7 +160,6 @@ def test_curves_and_interval_of_a_foreign_image(path):
     drawn = lines(curves)
     np.testing.assert_array_equal(drawn["full rank"].get_ydata(), given.full)
     np.testing.assert_array_equal(drawn["low rank"].get_ydata(), given.low_rank)
-    assert drawn["full rank"].get_color() == FULL_RANK
     assert len(curves.lines) == 12
     band = curves.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (1.5, 3.5)
@@ -224,37 +188,26 @@ def test_comparisons_count_and_draw_lines_on_one_scale(path):
     first, second, third = figure.axes[:3]
     assert first.collections[0].get_array().sum() == 500
     drawn = lines(first)
-    assert drawn["identity"].get_slope() == 1
-    assert drawn["regression"].get_slope() == 1.2
+    assert (drawn["identity"].get_slope(), drawn["regression"].get_slope()) == (1, 1.2)
     assert drawn["regression"].get_xy1() == (0, 0.01)
-    assert first.texts[0].get_text() == "R² = 0.987\nslope = 1.200\nintercept = 0.0100"
     assert first.get_xlim() == first.get_ylim()
     assert first.collections[0].norm.vmax == second.collections[0].norm.vmax
     assert set(lines(third)) == {"identity"}  # through which no line can be laid
 
 
-def dense(x, y, grid, bandwidth):
-    """Weighted least squares at each grid point, by numpy's solver on the plain design matrix."""
-    values = []
-    for t in grid.tolist():
-        root = np.exp(-0.25 * ((x.double().numpy() - t) / bandwidth) ** 2)
-        design = np.stack([np.ones(len(x)), x.double().numpy() - t], 1) * root[:, None]
-        values.append(np.linalg.lstsq(design, y.double().numpy() * root, rcond=None)[0][0])
-    return torch.tensor(values, dtype=torch.float64)
-
-
 # In one chunk, and in two.
 @pytest.mark.parametrize(("count", "bandwidth"), [(700, 0.02), (9000, 0.1), (700, 3.0)])
 def test_smoothing_is_weighted_least_squares(count, bandwidth):
-    x = random(count).float()
+    x, grid = random(count).float(), torch.linspace(0, 1, 23)
     y = x * (1 - x) + 0.1 * random(count, seed=1)
-    grid = torch.linspace(0, 1, 23)
-    curves = smooth(x, torch.stack([y, 2 * x.double() - 1]), grid, bandwidth)
+    points, values = x.double().numpy(), y.double().numpy()
+    expected = []
+    for t in grid.tolist():
+        root = np.exp(-0.25 * ((points - t) / bandwidth) ** 2)  # of the weights, as polyfit asks
+        expected.append(np.polyfit(points - t, values, 1, w=root)[1])
     # At a bandwidth of 3 the points span a third of it: S₀S₂ − S₁² loses two digits of sixteen.
-    torch.testing.assert_close(curves[0], dense(x, y, grid, bandwidth), rtol=1e-10, atol=1e-12)
-    line = 2 * grid.double() - 1
-    torch.testing.assert_close(curves[1], line, rtol=1e-10, atol=1e-10)  # up to the ends
-    torch.testing.assert_close(smooth(x, y, grid, bandwidth), curves[0], rtol=1e-12, atol=1e-14)
+    found = smooth(x, y, grid, bandwidth).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_smoothing_is_nan_where_too_little_lies_nearby():
@@ -262,6 +215,3 @@ def test_smoothing_is_nan_where_too_little_lies_nearby():
     curve = smooth(x, x, torch.tensor([0.05, 0.5, 0.9, 2.0]), 0.1)
     # Three points; two points; three points, all weight on one x but for far neighbours; nothing.
     assert curve.isnan().tolist() == [False, True, False, True]
-    # Many points at one end say nothing about the other, small weights or not.
-    x = torch.cat([torch.linspace(0.9, 1, 100_000), torch.tensor([0.4])])
-    assert smooth(x, x, torch.tensor([0.4, 0.6]), 0.1).isnan().all()

@@ -11,19 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.metrics import confusion_matrix
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    MissingDependencyError,
-    OptimumWarning,
-    StorageError,
-)
+from deltabars.errors import BadValueError, DataError, MissingDependencyError, StorageError
 from deltabars.integrations.convergence import train_to_convergence
-from deltabars.prediction.metrics import expected_calibration_error
+from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from deltabars.report.page import save_report
 from tests.pages import COUNT, HOSTILE, RANK, data_of, digits
 
@@ -37,13 +32,8 @@ def made():
 
 
 @pytest.fixture(scope="module")
-def page(made, tmp_path_factory):
-    return made.save(tmp_path_factory.mktemp("page") / "report.html")
-
-
-@pytest.fixture(scope="module")
-def data(page):
-    return data_of(page)
+def data(made, tmp_path_factory):
+    return data_of(made.save(tmp_path_factory.mktemp("page") / "report.html"))
 
 
 def test_rows_are_the_predictions_of_the_fit(made, data):
@@ -76,31 +66,23 @@ def test_scores_settle_at_the_prediction(made, data):
 
 def test_areas_under_risk_and_coverage(made, data):
     out, wrong = made.prediction, made.prediction.label != made.labels
-    orders = {
-        "score": out.score,
-        "probability": 1 - out.mean.double().max(1).values,
-        "information": out.mutual_information,
-    }
     curves = {curve["key"]: curve for curve in data["plots"]["risk"]["curves"]}
     assert 0 < int(wrong.sum()) < COUNT
-    for key, order in orders.items():
-        ordered = wrong.numpy()[np.argsort(order.numpy(), kind="stable")]
-        risks = [ordered[: k + 1].mean() for k in range(COUNT)]
-        assert curves[key]["area"] == pytest.approx(np.mean(risks), rel=1e-3)
-        assert curves[key]["risk"][-1] == pytest.approx(wrong.double().mean().item(), rel=1e-4)
-        assert curves[key]["at"][0] == pytest.approx(risks[round(0.8 * COUNT) - 1], rel=1e-4)
-    assert curves["ideal"]["area"] <= min(curves[key]["area"] for key in orders)
+    for key, order in (("score", out.score), ("information", out.mutual_information)):
+        expected = risk_coverage(order, wrong)
+        assert curves[key]["area"] == pytest.approx(expected.area, rel=1e-3)
+        assert curves[key]["risk"][-1] == pytest.approx(float(expected.risk[-1]), rel=1e-4)
+        at = float(expected.risk[round(0.8 * COUNT) - 1])
+        assert curves[key]["at"][0] == pytest.approx(at, rel=1e-4)
+        assert curves["ideal"]["area"] <= curves[key]["area"]
 
 
-def test_the_spectrum_the_gallery_and_the_glance(made, data, page):
+def test_the_spectrum_the_gallery_and_the_glance(made, data):
     fit, out = made.fit, made.prediction
     (matrix,) = data["plots"]["spectrum"]["matrices"]
     values = fit.spectra["opg"].values
     assert matrix["values"] == pytest.approx(values.tolist(), **CLOSE)
-    low, middle, high = matrix["tail"]
-    assert (low, high) == pytest.approx((fit.l2, float(values[-1])), **CLOSE)
-    assert 2 / middle == pytest.approx(1 / low + 1 / high, rel=1e-3)
-
+    assert matrix["tail"][::2] == pytest.approx((fit.l2, float(values[-1])), **CLOSE)
     assert [shelf["label"] for shelf in data["shelves"]] == sorted(out.label.unique().tolist())
     for shelf in data["shelves"]:
         indices = (out.label == shelf["label"]).nonzero()[:, 0]
@@ -109,17 +91,9 @@ def test_the_spectrum_the_gallery_and_the_glance(made, data, page):
         assert shelf["most"] == order[:4]
         assert shelf["least"] == order[::-1][:4]
 
-    values = {name: value for name, value, _ in data["facts"]}
-    assert values["Parameters P"] == f"{fit.num_parameters:,}"
-    assert values["Training examples N"] == f"{fit.num_examples:,}"
     accuracy = float((out.label == made.labels).double().mean())
-    assert values["Accuracy"] == f"{100 * accuracy:.1f} %"
-    bound = float((out.score_error / out.score).mean())
-    assert values["Mean bound of the score"] == f"{100 * bound:.1f} %"
-    title, text, kind = data["notices"][0]
-    assert (title, kind) == ("Ranking only.", "grave")
-    assert text.startswith(out.judgement.reason)
-    assert deltabars.__version__ in page.read_text()
+    assert f"{100 * accuracy:.1f} %" in [value for _, value, _ in data["facts"]]
+    assert data["notices"][0][1].startswith(out.judgement.reason)
 
 
 def test_a_page_of_some_inputs_has_statistics_of_all(made, data, tmp_path):
@@ -135,28 +109,23 @@ def test_a_page_of_some_inputs_has_statistics_of_all(made, data, tmp_path):
     assert few["total"] == COUNT
 
 
-def test_names_are_text_wherever_they_stand(made, page, tmp_path):
-    assert HOSTILE not in page.read_text()
-    assert data_of(page)["rows"]["name"][7] == HOSTILE
+def test_names_are_text_wherever_they_stand(made, tmp_path):
     names = {"title": "<b>A & B</b>", "data": "<my> scans", "classes": list("<>&\"'abcde")}
     texts = [f"a sentence about {k} <b>" for k in range(COUNT)]
     path = made.save(tmp_path / "t.html", texts=texts, **names, **QUICK)
     text, data = path.read_text(), data_of(path)
     assert "<title>&lt;b&gt;A &amp; B&lt;/b&gt;</title>" in text
-    assert "300 inputs · &lt;my&gt; scans · Sequential, opg · " in text
-    assert re.search(r" · \d\d \w+ 20\d\d</p>", text)
-    assert data["classes"][0] == "<"
-    assert data["rows"]["text"] == texts
+    assert "300 inputs · &lt;my&gt; scans · " in text
+    assert HOSTILE not in text
+    assert data["rows"]["name"][7] == HOSTILE
+    assert (data["classes"][0], data["rows"]["text"]) == ("<", texts)
 
 
 def test_datasets_of_pairs_give_the_same_page(made, data, tmp_path):
-    pairs = TensorDataset(made.images, made.labels)
-    path = tmp_path / "pairs.html"
-    save_report(path, made.fit, pairs, names=made.names, progress=False)
-    ours, theirs = data["rows"], data_of(path)["rows"]
-    assert theirs["target"] == ours["target"]
-    assert theirs["picture"] == ours["picture"]
-    assert theirs["score"] == pytest.approx(ours["score"], rel=1e-3)
+    save_report(tmp_path / "pairs.html", made.fit, TensorDataset(made.images, made.labels), **QUICK)
+    theirs = data_of(tmp_path / "pairs.html")["rows"]
+    for key in ("target", "picture", "right"):
+        assert theirs[key] == data["rows"][key]
 
 
 def test_without_targets_nothing_is_right_or_wrong(made, tmp_path):
@@ -170,11 +139,10 @@ def test_without_targets_nothing_is_right_or_wrong(made, tmp_path):
 def test_other_likelihoods(kind, tmp_path):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 3, generator=generator)
-    y = x @ torch.randn(3, 2, generator=generator)
-    y = y + 0.3 * torch.randn(400, 2, generator=generator)
-    y = (y > 0).float() if kind == "bernoulli" else y
-    model = nn.Linear(3, 2)
-    loss = nn.BCEWithLogitsLoss() if kind == "bernoulli" else nn.MSELoss()
+    y = x @ torch.randn(3, 2, generator=generator) + 0.3 * torch.randn(400, 2, generator=generator)
+    model, loss = nn.Linear(3, 2), nn.MSELoss()
+    if kind == "bernoulli":
+        y, loss = (y > 0).float(), nn.BCEWithLogitsLoss()
     train_to_convergence(model, x, y.double(), 0.01, steps=100, loss=loss)
     fit = deltabars.fit(model, (x, y), l2=0.01, likelihood=loss, rank=4, progress=False)
     path = tmp_path / "other.html"
@@ -185,20 +153,8 @@ def test_other_likelihoods(kind, tmp_path):
     np.testing.assert_allclose(data["rows"]["outputs"]["truth"], y.numpy(), 1e-4, 1e-6)
     np.testing.assert_allclose(data["rows"]["outputs"]["std"], out.std.numpy(), 1e-4)
     if kind == "gaussian":
-        plot, (low, high) = data["plots"]["calibration"], out.interval(0.9)
-        share = float(((low <= y) & (y <= high)).double().mean())
-        assert plot["y"][plot["x"].index(0.9)] == pytest.approx(share, rel=1e-4)
-        assert 0.86 < share < 0.94
-
-
-def test_targets_of_one_output_may_have_one_dimension(tmp_path):
-    torch.manual_seed(0)
-    x, y = torch.randn(50, 3), torch.randint(0, 2, (50,)).float()
-    with pytest.warns(OptimumWarning):
-        fit = deltabars.fit(nn.Linear(3, 1), (x, y), l2=1.0, likelihood="bernoulli", progress=False)
-    save_report(tmp_path / "one.html", fit, x, targets=y, progress=False, ranks=[])
-    truth = data_of(tmp_path / "one.html")["rows"]["outputs"]["truth"]
-    np.testing.assert_array_equal(truth, y[:, None].numpy())
+        plot = data["plots"]["calibration"]
+        assert 0.86 < plot["y"][plot["x"].index(0.9)] < 0.94
 
 
 def picture(address):
@@ -221,10 +177,12 @@ def test_pictures_are_png_files_without_loss_and_large_ones_shrink(made, data, t
 
 def test_what_does_not_fit_is_refused(made, tmp_path):
     for options, message in (
+        ({"prediction": made.prediction[:5]}, "prediction: expected"),
+        ({"prediction": made.prediction[torch.arange(COUNT).flip(0)]}, "prediction: expected"),
+        ({"prediction": made.fit.predict(made.images, space="logit")}, "expected probabilities"),
         ({"targets": torch.zeros(3)}, r"targets: expected shape \(300,\)"),
         ({"targets": torch.full((COUNT,), 10)}, "from 0 to 9, got others, such as"),
         ({"names": ["a"]}, "names: expected 300 names, got 1"),
-        ({"texts": ["a"]}, "texts: expected 300 texts, got 1"),
         ({"rows": 0}, "rows: expected a whole number from 1 on"),
         ({"ranks": [RANK + 1]}, "ranks: expected whole numbers from 1 to the 40"),
         ({"asked": {"space": "logit"}}, "asked: expected estimator, rank"),
@@ -235,21 +193,10 @@ def test_what_does_not_fit_is_refused(made, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_prediction_is_refused(made, tmp_path):
-    for wrong in (made.prediction[:5], made.prediction[torch.arange(COUNT).flip(0)]):
-        with pytest.raises(BadValueError, match="prediction: expected"):
-            made.save(tmp_path / "no.html", prediction=wrong, **QUICK)
-    logits = made.fit.predict(made.images, space="logit")
-    with pytest.raises(BadValueError, match="expected probabilities"):
-        made.save(tmp_path / "no.html", prediction=logits, **QUICK)
-
-
 def test_inputs_without_indices_and_files_that_cannot_be_written(made, tmp_path, monkeypatch):
     loader = DataLoader(TensorDataset(made.images, made.labels), batch_size=50, shuffle=True)
     with pytest.raises(DataError, match="Of a DataLoader give its dataset"):
         save_report(tmp_path / "no.html", made.fit, loader)
-    with pytest.raises(DataError, match="expected at least one, got none"):
-        save_report(tmp_path / "no.html", made.fit, made.images[:0])
     with pytest.raises(BadValueError, match=re.escape("ends in .html, got 'x.pdf'")):
         made.save(tmp_path / "x.pdf")
     with pytest.raises(StorageError, match="expected a folder that exists"):
@@ -264,17 +211,11 @@ def test_reliability_classes_and_confusion_are_those_of_the_prediction(made, dat
     out, labels = made.prediction, made.labels
     highest, label = out.mean.double().max(1)
     plot, right = data["plots"]["calibration"], (label == labels).double()
-    points = list(zip(plot["x"], plot["y"], plot["counts"], strict=True))
     expected = expected_calibration_error(out.mean, labels)
+    points = zip(plot["x"], plot["y"], plot["counts"], strict=True)
     error = sum(count * abs(x - y) for x, y, count in points) / COUNT
     assert error == pytest.approx(expected, rel=1e-3)
-    assert f"(ECE) is {100 * expected:.1f} %" in plot["summary"]
-    bins = (highest * 15).long()
-    for each, (x, y, count) in zip(bins.unique().tolist(), points, strict=True):
-        these = bins == each
-        assert count == int(these.sum())
-        assert x == pytest.approx(float(highest[these].mean()), rel=1e-4)
-        assert y == pytest.approx(float(right[these].mean()), rel=1e-4)
+    assert plot["counts"] == (highest * 15).long().unique(return_counts=True)[1].tolist()
     by_class, confusion = data["tables"]
     assert sorted(row[0] for row in by_class["rows"]) == list("0123456789")
     for name, count, recall, precision, score in by_class["rows"]:
@@ -283,6 +224,5 @@ def test_reliability_classes_and_confusion_are_those_of_the_prediction(made, dat
         assert recall == f"{100 * float(right[these].mean()):.1f} %"
         assert precision == f"{100 * float(right[label == int(name)].mean()):.1f} %"
         assert float(score) == pytest.approx(float(out.score[these].mean()), rel=5e-3)
-    for c, row in enumerate(confusion["rows"]):
-        pairs = [int(((labels == c) & (label == k)).sum()) for k in range(10)]
-        assert [int(n.replace("·", "0")) for n in row[1:]] == pairs
+    found = [[int(n.replace("·", "0")) for n in row[1:]] for row in confusion["rows"]]
+    assert found == confusion_matrix(labels, label).tolist()

@@ -12,8 +12,8 @@ import pytest
 @pytest.fixture
 def seconds_left(request):
     """How many seconds a campaign has left: all share DELTABARS_TORTURE_SECONDS."""
-    total = float(os.environ.get("DELTABARS_TORTURE_SECONDS", "600"))
     sharing = sum("seconds_left" in item.fixturenames for item in request.session.items)
+    total = float(os.environ.get("DELTABARS_TORTURE_SECONDS", "600"))
     end = time.monotonic() + total / sharing
     return lambda: end - time.monotonic()
 

@@ -9,7 +9,7 @@ from tests.hostile import mutated, subjects, try_all
 ROUND = 200  # files of a kind in one child
 
 
-def test_hostile_files(seeds, capsys):
+def test_hostile_files(seeds):
     readers, count, refused, wrong, peak = subjects(), 0, 0, [], 0
     for turn, seed in enumerate(seeds):
         subject, draw = readers[turn % len(readers)], random.Random(seed)
@@ -17,6 +17,5 @@ def test_hostile_files(seeds, capsys):
         count, refused, peak = count + ROUND, refused + tried.refused, max(peak, tried.peak)
         if tried.wrong:
             wrong.append(f"{seed} {subject.name}: {tried.wrong[0]}")
-    with capsys.disabled():
-        print(f"\nhostile files: {count:,} tried, {refused:,} refused; {peak / 2**20:.0f} MiB")
+    print(f"\nhostile files: {count:,} tried, {refused:,} refused; {peak / 2**20:.0f} MiB")
     assert wrong == []

@@ -26,13 +26,9 @@ def test_killed_at_any_moment(tmp_path, seconds_left, first_seed):
 
         for attempt in range(8):
             launch = launched(count, work, tmp_path / f"{fits}-{attempt}")
-            victim, waits = chance.randrange(count), chance.uniform(0, 3)
-            began, is_over = time.monotonic(), False
-            while attempt < 7 and not is_over and time.monotonic() - began < waits:
-                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                is_over = os.waitid(os.P_PID, launch.pids[victim], flags) is not None
-                time.sleep(0.001)
-            if attempt < 7 and not is_over:
+            victim = chance.randrange(count)
+            if attempt < 7:  # the last is left alone; one that is over stays until it is waited for
+                time.sleep(chance.uniform(0, 3))
                 os.kill(launch.pids[victim], signal.SIGKILL)
                 kills += 1
             outcomes = launch.outcomes(120.0)

@@ -26,18 +26,8 @@ from deltabars.errors import BadValueError, CorruptFileError, DataError, Storage
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.likelihoods.base import described, is_own
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.data import (
-    Batch,
-    Signature,
-    as_tensors,
-    batch_of,
-    count_of,
-    cut,
-    is_dataset,
-    is_fixed,
-    iterate,
-    leaves,
-)
+from deltabars.problem import data as examples
+from deltabars.problem.data import Batch, Signature, is_dataset, is_fixed, iterate, leaves
 from deltabars.problem.sharding import loader_of
 from deltabars.runtime.distributed import current_group, same_everywhere
 from deltabars.runtime.progress import Progress
@@ -48,7 +38,7 @@ from deltabars.storage.writing import check_parent, is_draft, locked, remove_lef
 _PLAN, _MANIFEST, _LOCK = "_plan.json", "_manifest.json", "_lock"
 _FORMAT = 1
 _MOST = 1 << 28  # bytes of a plan
-_BLOCK = re.compile(r"inputs-(\d{12})\.parquet")
+_BLOCK, _BLOCKS_THERE = "inputs-{:012d}.parquet", re.compile(r"inputs-(\d{12})\.parquet")
 _LARGEST, _SMALLEST, _BLOCKS = 10_000, 256, 64  # inputs a block; blocks of data of middling size
 _READ_SIZE, _READ_BYTES = 1024, 1 << 26  # a batch at most, where data do not come in batches
 
@@ -110,8 +100,7 @@ def predict_to(
     pyarrow()
     if group_of(fit.spectra).size > 1:
         raise BadValueError(
-            "fit: expected one that each process has whole, got one whose eigenvectors are split "
-            "between them. Save it and load it."
+            "fit: expected one that is whole in each process, got a split one. Save and load it."
         )
     if block_size is not None and (not is_whole(block_size) or block_size < 1):
         raise BadValueError(f"block_size: expected a whole number from 1 on, got {block_size!r}.")
@@ -144,12 +133,12 @@ def predict_to(
         raise DataError("Data: expected the same inputs and options in every process, got others.")
     holding = _held(place, plan, any_size=block_size is None)
     with holding if group.is_first else nullcontext(plan) as plan:
-        there = _blocks(place) if group.is_first else []
+        there = _there(place) if group.is_first else []
         plan, there = group.broadcast_object((plan, there))
         if not (place / _PLAN).is_file():
             raise StorageError(
-                f"folder: expected one that all processes see, got {folder} without {_PLAN}, which "
-                "the first process has written. Give a folder on a disk that all machines share."
+                f"folder: expected one that all processes see, got {folder} without {_PLAN}. "
+                "Give one on a disk that all machines share."
             )
         size = plan["block_size"]
         missing = [start for start in range(0, count, size) if start not in there]
@@ -159,7 +148,7 @@ def predict_to(
         shown = group.is_first and (fit.progress if progress is None else progress)
         with Progress("Predicting", left, "input", shown) as bar:
             for done, start in enumerate(missing[group.rank :: group.size], 1):
-                write_table(place / _name(start), tables(start, min(start + size, count)))
+                write_table(place / _BLOCK.format(start), tables(start, min(start + size, count)))
                 bar.show(min(left, done * size * group.size))
         group.gather_objects(None)  # all blocks are there
         found = _close(place, plan) if group.is_first else None
@@ -184,13 +173,12 @@ def fit_fingerprint(fit: DeltaFit) -> str:
     """Return a digest of a fit: its weights, its eigenvalues, and what they mean."""
     likelihood = fit.likelihood
     own = described(likelihood) if is_own(likelihood) else type(likelihood).__qualname__
+    names, network = sorted(fit.spectra), fit.network
     known = [
         fit.estimator, fit.level, dict(fit.prior.scales), fit.num_examples, fit.num_outputs,
-        own, str(fit.network.dtype), fit.weights, fit.network.parameters.names,
-        sorted(fit.spectra),
+        own, str(network.dtype), fit.weights, network.parameters.names, names,
     ]  # fmt: skip
-    values = (fit.spectra[name].values for name in sorted(fit.spectra))
-    return fingerprint_of(json.dumps(known), *values)
+    return fingerprint_of(json.dumps(known), *(fit.spectra[name].values for name in names))
 
 
 class _Inputs:
@@ -198,7 +186,7 @@ class _Inputs:
 
     def __init__(self, source: Source, signature: Signature) -> None:
         source.check_ordered()
-        data: Any = as_tensors(source.data)
+        data: Any = examples.as_tensors(source.data)
         self._data, self._signature, self._size = data, signature, 1
         if isinstance(data, DataLoader):
             in_order = type(data.sampler) is SequentialSampler and not data.drop_last
@@ -207,11 +195,11 @@ class _Inputs:
             has_numbers = is_fixed(data) or is_dataset(data)
         if not has_numbers:
             raise DataError(
-                "Data: expected inputs with numbers (tensors, a Dataset, or a DataLoader that "
-                f"reads one in order), got {type(data).__name__}. Predict a stream to a file."
+                "Data: expected tensors, a Dataset, or a DataLoader that reads one in order, got "
+                f"{type(data).__name__}. Predict a stream to a file."
             )
         whole: Any = data.dataset if isinstance(data, DataLoader) else data
-        self.count = count_of(data) if is_fixed(data) else len(whole)
+        self.count = examples.count_of(data) if is_fixed(data) else len(whole)
         if not self.count:
             raise DataError("Inputs: expected at least one, got none.")
         some = [next(self.read(k, k + 1)) for k in sorted({0, self.count // 2, self.count - 1})]
@@ -223,31 +211,25 @@ class _Inputs:
     def read(self, start: int, end: int) -> Iterator[Batch]:
         """Yield some inputs in batches."""
         if is_fixed(self._data):
-            raws = iterate(cut(self._data, slice(start, end)), self._size)
+            raws = iterate(examples.cut(self._data, slice(start, end)), self._size)
         elif isinstance(self._data, DataLoader):
             raws = loader_of(self._data, range(start, end))
         else:
             raws = iterate(Subset(self._data, range(start, end)), self._size)
         try:
             for raw in raws:
-                batch = batch_of(raw, self._signature)
+                batch = examples.batch_of(raw, self._signature)
                 start += len(batch)
                 yield batch
-        except OSError as error:  # told from one of writing, which is in another place
-            raise DataError(
-                f"Data: expected inputs that can be read, got an error after {start:,} of them: "
-                f"{first_line(error).rstrip('.')}."
-            ) from error
+        except OSError as error:  # not to be taken for one of writing
+            why = first_line(error).rstrip(".")
+            said = f"Data: expected inputs that can be read, got an error after {start:,}: {why}."
+            raise DataError(said) from error
 
 
 @contextmanager
 def _held(folder: Path, plan: dict[str, Any], *, any_size: bool) -> Iterator[dict[str, Any]]:
-    """Hold a folder for one launch at a time, with its plan, which has to be the same as this one.
-
-    Raises:
-        StorageError: it cannot be written to, another launch uses it, or it is of something else.
-        CorruptFileError: its plan is altered.
-    """
+    """Hold a folder for one launch at a time, with its plan, which has to be the same as this."""
     check_parent(folder, "folder")
     path = folder / _PLAN
     try:
@@ -257,8 +239,8 @@ def _held(folder: Path, plan: dict[str, Any], *, any_size: bool) -> Iterator[dic
     others = [name for name in os.listdir(folder) if name != _LOCK and not is_draft(name)]
     if others and not path.is_file():
         raise StorageError(
-            f"folder: expected a new or empty one, or one with predictions that were begun, got "
-            f"{folder} with {min(others)} in it. Give another."
+            f"folder: expected a new or empty one, got {folder} with {min(others)} in it. "
+            "Give another."
         )
     with locked(folder, _LOCK, "folder", "predictions", StorageError):
         remove_left(folder)
@@ -268,44 +250,36 @@ def _held(folder: Path, plan: dict[str, Any], *, any_size: bool) -> Iterator[dic
             there = dict(parse_json(read_start(path, _MOST)))
             size, there["data"] = there["block_size"], dict(there["data"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorruptFileError(
-                f"{path} is altered: it cannot be read ({first_line(error)}). Give another folder."
-            ) from error
+            said = f"{path} is altered ({first_line(error)}). Give another folder."
+            raise CorruptFileError(said) from error
         there["data"].pop("about", None)  # of version 0.5: names of the data
         if any_size and is_whole(size) and size > 0:
             plan = {**plan, "block_size": size}
         different = [name.replace("_", " ") for name in plan if plan[name] != there.get(name)]
         if different:
             raise StorageError(
-                "folder: expected a new one, or one of the same fit, data and options, got "
+                "folder: expected one of the same fit, data and options, got "
                 f"{folder}, of another {' and '.join(different)}. Give another folder."
             )
         yield plan
 
 
-def _name(start: int) -> str:
-    return f"inputs-{start:012d}.parquet"
-
-
-def _blocks(folder: Path) -> list[int]:
+def _there(folder: Path) -> list[int]:
     """Return the number of the first input of each block that is there."""
-    found = map(_BLOCK.fullmatch, os.listdir(folder))
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(
+        int(found[1]) for found in map(_BLOCKS_THERE.fullmatch, os.listdir(folder)) if found
+    )
 
 
 def _close(folder: Path, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Check that every input is in one block, and write the manifest: the files, and a summary.
-
-    Raises:
-        CorruptFileError: a block cannot be read, or has other inputs than its own, once each.
-    """
+    """Check that every input is in one block; write the manifest, and return files and summary."""
     from pyarrow import ArrowException, parquet
 
     parts: list[Columns] = []
     size, count = plan["block_size"], plan["data"]["inputs"]
-    starts = sorted({*_blocks(folder), *range(0, count, size)})
+    starts = sorted({*_there(folder), *range(0, count, size)})
     for start in starts:
-        path = folder / _name(start)
+        path = folder / _BLOCK.format(start)
         own = np.arange(start, min(start + size, count))
         try:
             with parquet.ParquetFile(path) as file:
@@ -315,13 +289,14 @@ def _close(folder: Path, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], dict
             if start % size or not np.array_equal(parts[-1].get("number", ()), own):
                 raise ValueError(f"expected the inputs from {start:,} on, once each, got others")
         except (OSError, ValueError, ArrowException) as error:
-            raise CorruptFileError(
+            said = (
                 f"{path} is altered: {first_line(error).rstrip('.')}. Remove it, and start again."
-            ) from error
+            )
+            raise CorruptFileError(said) from error
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     summary = summary_of(whole["score"], whole["score_error"], whole.get("right"))
-    blocks = [{"file": _name(start), "first": start} for start in starts]
+    blocks = [{"file": _BLOCK.format(start), "first": start} for start in starts]
     text = json.dumps({**plan, "summary": summary, "blocks": blocks}, indent=1)
     if not (folder / _MANIFEST).is_file():
         write_text(folder / _MANIFEST, text)
-    return tuple(map(_name, starts)), summary
+    return tuple(map(_BLOCK.format, starts)), summary

@@ -38,15 +38,9 @@ _LIBRARIES = tuple(
     str(Path(path).resolve())
     for path in (str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib")))
 )
-_SIGNALS = {
-    getattr(signal, name): word
-    for name, word in {
-        "SIGTERM": "terminated",
-        "SIGHUP": "terminated",
-        "SIGINT": "interrupted",
-    }.items()
-    if hasattr(signal, name)
-}
+_SIGNALS: dict[int, str] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+if hasattr(signal, "SIGHUP"):  # which Windows lacks
+    _SIGNALS[signal.SIGHUP] = "terminated"
 _asked: list[str] = []  # to end, by signals
 
 
@@ -158,14 +152,11 @@ def _one_line(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if isinstance(error, DeltaBarsError):
         return in_options(message)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith("<")
-        and not str(Path(frame.filename).resolve()).startswith(_LIBRARIES)
-    ]
-    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = frame.filename
+        if not file.startswith("<") and not str(Path(file).resolve()).startswith(_LIBRARIES):
+            place = f" ({file}, line {frame.lineno})"
     said = message.rstrip(".") or "no message"
     return f"{type(error).__name__}: {said}{place}. --debug shows the traceback."
 

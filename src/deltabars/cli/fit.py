@@ -13,15 +13,7 @@ import torch
 from deltabars.cli.launching import compute_device
 from deltabars.cli.runs import Run, check_new
 from deltabars.cli.sources.data import check_together
-from deltabars.cli.subject import (
-    Code,
-    call,
-    made,
-    named_data,
-    named_model,
-    program,
-    sayer,
-)
+from deltabars.cli.subject import Code, call, made, named_data, named_model, program, sayer
 from deltabars.errors import BadValueError, UsageError
 from deltabars.fitting.files import MAX_FILE_SIZE
 from deltabars.fitting.fit import fit as fit_error_bars
@@ -69,25 +61,17 @@ def run(options: argparse.Namespace) -> None:
     fit = fit_error_bars(network, source.data, progress=not options.quiet, **arguments)
     seconds = time.perf_counter() - started
     kept = Run.create(
-        options.out,
-        fit,
-        model,
-        data,
-        source.classes,
-        columns=source.columns,
-        loss=loss,
-        overwrite=options.overwrite,
-        dtype=options.store,
+        options.out, fit, model, data, source.classes, columns=source.columns, loss=loss,
+        overwrite=options.overwrite, dtype=options.store,
         max_file_size=options.max_file_size or MAX_FILE_SIZE,
-    )
+    )  # fmt: skip
     if options.json:
         print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
         return
     print(fit)
     if fit.noise is not None:
-        estimated = options.noise in (None, "estimate")
-        how_known = "estimated from the residuals" if estimated else "given"
-        print(f"  noise of the targets: σ = {fit.noise:g}, {how_known}")
+        how = "estimated from the residuals" if options.noise in (None, "estimate") else "given"
+        print(f"  noise of the targets: σ = {fit.noise:g}, {how}")
     print(f"\nRUN: {options.out} ({seconds:.1f} s). What next:")
     print(f"  deltabars predict {options.out} --data DATA    error bars of other data")
     print(f"  deltabars rank {options.out}                   the training examples to look at")
@@ -101,15 +85,11 @@ def python(options: argparse.Namespace) -> str:
     if "dtype" in arguments:
         arguments["dtype"] = Code(f"torch.{options.dtype}")
     written = call(
-        "Run.create",
-        options.out,
-        *map(Code, ("fit", "model", "data", "source.classes")),
-        loss=loss,
-        columns=Code("source.columns") if options.target else None,
-        overwrite=options.overwrite or None,
-        dtype=options.store,
+        "Run.create", options.out, *map(Code, ("fit", "model", "data", "source.classes")),
+        loss=loss, columns=Code("source.columns") if options.target else None,
+        overwrite=options.overwrite or None, dtype=options.store,
         max_file_size=options.max_file_size,
-    )
+    )  # fmt: skip
     return program(
         "import torch" if "dtype" in arguments else "",
         "import deltabars",

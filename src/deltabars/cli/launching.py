@@ -28,8 +28,8 @@ def launched(options: argparse.Namespace) -> Iterator[None]:
         return
     if not COMMANDS[options.command].shared:
         raise BadValueError(
-            "torchrun: expected `fit` or `predict`, which several processes can share, got "
-            f"`{options.command}` in {count} of them. Start it without torchrun."
+            f"torchrun: expected `fit` or `predict`, got `{options.command}` in {count} processes. "
+            "Start it without torchrun."
         )
     timeout = options.rank_timeout
     if not 0 < timeout < float("inf"):
@@ -63,10 +63,8 @@ def compute_device(asked: str | None) -> torch.device:
             raise RuntimeError("float64 is needed, which others do not have")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        why = first_line(error).rstrip(".")
-        raise BadValueError(
-            f"--device: expected cpu, cuda or cuda:N, got {asked!r} ({why})."
-        ) from error
+        why = f"{asked!r} ({first_line(error).rstrip('.')})"
+        raise BadValueError(f"--device: expected cpu, cuda or cuda:N, got {why}.") from error
     return device
 
 

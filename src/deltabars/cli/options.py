@@ -397,11 +397,11 @@ def with_config(
     for key, value in _read(path, given[0], list(commands)).items():
         name = key.replace("_", "-")
         if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise BadValueError(
                 f"--config: expected options of `deltabars {given[0]}` in {path}, got "
-                f"{shortened(repr(key))}. The nearest one is "
-                f"{difflib.get_close_matches(name, known, 1, 0.0)[0]!r}; options of another "
-                "command go below its name, such as [rank]."
+                f"{shortened(repr(key))}. The nearest one is {nearest!r}; those of another command "
+                "go below its name, such as [rank]."
             )
         words += _words(name, value, known[name], path)
     # The option between them ends lists of values, before a RUN that may come next.

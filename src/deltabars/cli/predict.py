@@ -24,14 +24,8 @@ def run(options: argparse.Namespace) -> None:
     count = f", {len(source):,} inputs" if len(source) else ""
     sayer(options.quiet)(f"data: {subject.data.spec}{count}")
     if into_folder:
-        written = predict_to(
-            fit,
-            source,
-            options.out,
-            block_size=options.block_size,
-            batch_size=options.batch_size,
-            **subject.asked,
-        )
+        sizes = {"block_size": options.block_size, "batch_size": options.batch_size}
+        written = predict_to(fit, source, options.out, **sizes, **subject.asked)
         found = {"computed": written.computed, "blocks": len(written.blocks), "out": options.out}
         _show({**written.summary, **found}, options)
         return
@@ -88,23 +82,20 @@ def _check_out(options: argparse.Namespace, into_folder: bool) -> None:
         if options.overwrite:
             raise BadValueError(
                 f"--overwrite: expected a FILE as --out with it, got the folder {out}. Remove it "
-                "to begin again; without the option the blocks that are there stay."
+                "to begin again."
             )
         return
     if current_group().size > 1:
         raise BadValueError(
-            "--out: expected a folder under torchrun, in which each process writes files of its "
-            f"own, got {out}. Give --out FOLDER/."
+            f"--out: expected a folder under torchrun, got {out}. Give --out FOLDER/."
         )
     if options.block_size is not None:
         raise BadValueError(f"--block-size: expected a folder as --out with it, got {out}.")
     if options.out is not None:
-        path = Path(out)
-        check_file(path, ENDINGS)
-        if path.exists() and not options.overwrite:
+        check_file(Path(out), ENDINGS)
+        if Path(out).exists() and not options.overwrite:
             raise StorageError(
-                f"--out: expected a file that does not exist, got {out}. Give --overwrite to "
-                "replace it."
+                f"--out: expected a new file, got {out}. Give --overwrite to replace it."
             )
 
 

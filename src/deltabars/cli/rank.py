@@ -14,13 +14,6 @@ from deltabars.prediction.display import remarks
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.ranking import ranked, target_probability
 
-# What the order is by, where no other column shows it.
-_SORTED_BY = {
-    "target": ("target_probability", "probability of target"),
-    "entropy": ("entropy", "entropy"),
-    "mutual_information": ("mutual_information", "mutual information"),
-}
-
 
 def run(options: argparse.Namespace) -> None:
     """Find or make the predictions, and list the first."""
@@ -59,34 +52,26 @@ def run(options: argparse.Namespace) -> None:
 
 def _table(rows: Sequence[dict[str, Any]], chosen: Prediction, by: str) -> list[str]:
     """Return lines of text with aligned columns, that of the order among them."""
-    column, title = _SORTED_BY.get(by, ("", ""))
+    column = {"target": "target_probability", "score": "", "probability": ""}.get(by, by)
+    title = "probability of target" if by == "target" else column.replace("_", " ")
     titles = [
         "", "input", "target", title, "predicted", "probability ± std", "score (± error)", "note",
     ]  # fmt: skip
-    leading = chosen.mean.argmax(-1, keepdim=True) if rows else chosen.mean[:, :1].long()
     cells = [titles]
-    for number, (row, bar) in enumerate(
-        zip(rows, chosen.std.gather(1, leading)[:, 0], strict=True)
-    ):
-        probability = row.get("probability")
-        cells.append(
-            [
-                str(number + 1),
-                printable(row["input"]),
-                printable(row.get("target_name", row.get("target", ""))),
-                f"{row[column]:.4f}" if column and row[column] is not None else "",
-                printable(row.get("label_name", row.get("label", ""))),
-                "" if probability is None else f"{probability:.4f} ± {float(bar):.4f}",
-                f"{row['score']:.4f} (± {row['score_error']:.1g})",
-                ", ".join(name for name in ("saturated", "impossible") if row.get(name)),
-            ]
-        )
+    for number, row in enumerate(rows):
+        probability, bar = row.get("probability"), chosen.std[number, chosen.mean[number].argmax()]
+        cells.append([
+            str(number + 1),
+            printable(row["input"]),
+            printable(row.get("target_name", row.get("target", ""))),
+            f"{row[column]:.4f}" if column and row[column] is not None else "",
+            printable(row.get("label_name", row.get("label", ""))),
+            "" if probability is None else f"{probability:.4f} ± {float(bar):.4f}",
+            f"{row['score']:.4f} (± {row['score_error']:.1g})",
+            ", ".join(name for name in ("saturated", "impossible") if row.get(name)),
+        ])  # fmt: skip
     used = [j for j in range(len(titles)) if any(row[j] for row in cells[1:]) or j == 1]
     widths = {j: max(len(row[j]) for row in cells) for j in used}
-    left = (1, 2, 4, 7)
-    return [
-        "  ".join(
-            row[j].ljust(widths[j]) if j in left else row[j].rjust(widths[j]) for j in used
-        ).rstrip()
-        for row in cells
-    ]
+    aligned = {j: "<" if j in (1, 2, 4, 7) else ">" for j in used}
+    lines = ("  ".join(f"{row[j]:{aligned[j]}{widths[j]}}" for j in used) for row in cells)
+    return [line.rstrip() for line in lines]

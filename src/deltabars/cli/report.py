@@ -20,25 +20,16 @@ def run(options: argparse.Namespace) -> None:
     source = run.load_data(kept.data)
     if source.fingerprint is not None and source.fingerprint != kept.about["fingerprint"]:
         raise BadValueError(
-            f"--data: expected {kept.data.spec} as it was when it was predicted, got it changed. "
-            f"Run deltabars predict {options.fitted} --data {kept.data.spec} again."
+            f"--data: expected {kept.data.spec} as it was predicted, got it changed. Predict again."
         )
     fit = load_fit(run, options)
     save_report(
-        options.out,
-        fit,
-        source.inputs(fit.signature),
-        targets=kept.targets,
-        prediction=kept.prediction,
-        asked=kept.about["asked"],
-        classes=run.classes,
-        names=kept.names,
-        pictures=source.picture,
-        data=kept.data.spec,
-        rows=options.rows,
+        options.out, fit, source.inputs(fit.signature), targets=kept.targets,
+        prediction=kept.prediction, asked=kept.about["asked"], classes=run.classes,
+        names=kept.names, pictures=source.picture, data=kept.data.spec, rows=options.rows,
         progress=not options.quiet,
         **({} if options.title is None else {"title": options.title}),
-    )
+    )  # fmt: skip
     if options.json:
         print(json.dumps({"out": str(options.out), "inputs": len(kept.names)}))
         return

@@ -22,7 +22,8 @@ _SEEDS = 2**31
 def run(options: argparse.Namespace) -> None:
     """Run the reproduction and print its numbers beside the paper's."""
     recipe = RECIPES[options.experiment]
-    size, out = _size(options, recipe), _out(options)
+    size, suffix = _size(options, recipe), "-small" if options.small else ""
+    out = options.out or Path(f"reproduction-{options.experiment}{suffix}")
     if not 0 <= options.seed < _SEEDS:
         raise BadValueError(
             f"--seed: expected a whole number from 0 to {_SEEDS - 1}, got {options.seed}."
@@ -46,11 +47,6 @@ def run(options: argparse.Namespace) -> None:
     print(f"\nAll numbers: {out / 'results.json'}; the figures are beside it.")
 
 
-def _out(options: argparse.Namespace) -> Path:
-    suffix = "-small" if options.small else ""
-    return options.out or Path(f"reproduction-{options.experiment}{suffix}")
-
-
 def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
     """Return the paper's size or the small one, with the numbers that were given instead."""
     size = SMALL if options.small else recipe.size
@@ -60,13 +56,10 @@ def _size(options: argparse.Namespace, recipe: Recipe) -> Size:
         value = getattr(options, key)
         if value is None:
             continue
-        least = 0 if name in _NONE_OR_SEVERAL else 1
-        if value < least:
-            raise BadValueError(f"--{name}: expected a whole number from {least} on, got {value}.")
-        if name in _NONE_OR_SEVERAL and value == 1:
-            raise BadValueError(
-                f"--{name}: expected 0 or a whole number from 2 on, got 1, which has no std."
-            )
+        several = name in _NONE_OR_SEVERAL
+        expected = "0 or a whole number from 2 on" if several else "a whole number from 1 on"
+        if value < 0 or value == (1 if several else 0):
+            raise BadValueError(f"--{name}: expected {expected}, got {value}.")
         if name.endswith("rank") and value > most:
             raise BadValueError(f"--{name}: expected at most the {most} parameters, got {value}.")
         size = replace(size, **{key: value})

@@ -35,17 +35,9 @@ from deltabars.prediction.prediction import Evidence, Judgement, Prediction
 from deltabars.runtime.distributed import current_group
 from deltabars.runtime.vectors import group_of
 from deltabars.storage import format as storage
-from deltabars.storage.format import INDEX
+from deltabars.storage import writing
 from deltabars.storage.reading import parse_json, read_arrays, read_start
-from deltabars.storage.writing import (
-    check_parent,
-    read_settled,
-    remove_left,
-    turn,
-    write_text,
-    write_whole,
-    write_whole_folder,
-)
+from deltabars.storage.writing import check_parent, write_text
 
 _FIT, _DESCRIPTION, _PREDICTIONS = "fit.deltabars", "run.json", "predictions"
 _FORMAT = 1
@@ -79,19 +71,14 @@ class Kept:
 
 
 def read_kept(path: Path, data: NamedData = _UNKNOWN) -> Kept:
-    """Read the prediction that a file holds, of these data.
-
-    Raises:
-        DataError, CorruptFileError: the file is broken, or holds something else.
-    """
+    """Read the prediction that a file holds, of these data; refuse what is altered."""
     arrays = read_arrays(path, "Kept predictions (remove the file to compute them again)")
     try:
         about = parse_json(str(arrays["about"]))
         about.pop("data", None)
+        known = {f"prediction.{each.name}": each.name for each in fields(Prediction)}
         values: dict[str, Any] = {
-            each.name: torch.from_numpy(arrays[f"prediction.{each.name}"])
-            for each in fields(Prediction)
-            if f"prediction.{each.name}" in arrays
+            known[key]: torch.from_numpy(arrays[key]) for key in known.keys() & arrays.keys()
         }
         targets = torch.from_numpy(arrays["targets"]) if "targets" in arrays else None
         names = tuple(str(name) for name in arrays["names"])
@@ -143,11 +130,8 @@ class Run:
     ) -> Run:
         """Write a RUN folder, whole or not at all; in a process group all processes do it together.
 
-        Args:
-            loss: of the training as it was given, by the names of `named_loss`'s arguments.
-            columns: of the training table, which other tables then have to have.
-            overwrite: replace a RUN that is there.
-            dtype, max_file_size: as for `DeltaFit.save`.
+        `loss` is that of the training, by the names of `named_loss`'s arguments; `columns` those of
+        the training table; `dtype` and `max_file_size` are as for `DeltaFit.save`.
         """
         _check_names(classes, fit.num_outputs)
         folder, group = Path(path).absolute(), current_group()
@@ -170,14 +154,13 @@ class Run:
             if group.is_first:
                 write_text(draft / _DESCRIPTION, json.dumps(content, indent=1))
 
-        write_whole_folder(folder, write, group, replace=overwrite)
+        writing.write_whole_folder(folder, write, group, replace=overwrite)
         return cls.open(folder)
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
         """Read the description of a RUN; refuse a folder that is none, or that is altered."""
-        folder = Path(path)
-        return read_settled(folder, lambda: cls._open(folder))
+        return writing.read_settled(Path(path), lambda: cls._open(Path(path)))
 
     @classmethod
     def _open(cls, folder: Path) -> Run:
@@ -192,17 +175,14 @@ class Run:
             model, data = NamedModel(**content.pop("model")), _named(content.pop("data"))
             predicted = {k: _named(raw) for k, raw in content.pop(_PREDICTIONS, {}).items()}
             classes, outputs = content.pop("classes"), content["outputs"]
-            aside = content.get("aside", [])
-            is_text = all(isinstance(name, str) for name in [*(classes or []), *aside])
-            if not isinstance(outputs, int) or outputs < 1 or not is_text:
+            texts = [*(classes or []), *content.get("aside", [])]
+            if not isinstance(outputs, int) or outputs < 1 or {*map(type, texts)} - {str}:
                 raise TypeError("outputs, or names that are no texts")
             names = None if classes is None else tuple(classes)
             found = cls(folder, model, data, names, content, predicted, _fit_digest(folder))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptFileError(
-                f"{folder / _DESCRIPTION} is altered: it cannot be read "
-                f"({first_line(error)}). Fit again."
-            ) from error
+            said = f"{folder / _DESCRIPTION} is altered ({first_line(error)}). Fit again."
+            raise CorruptFileError(said) from error
         if newer:
             raise StorageError(f"{folder} is of a newer deltabars. Install that.")
         return found
@@ -246,19 +226,16 @@ class Run:
         folder = path.parent
         try:
             # Of several commands that keep predictions, or replace the RUN, at the same time.
-            with turn(self.path):
+            with writing.turn(self.path):
                 if _fit_digest(self.path) != self.fit_digest:
                     raise StorageError(
-                        f"RUN: expected {self.path} as it was, got another fit in it, by `fit "
-                        "--overwrite` in the meantime. Start the command again."
+                        f"RUN: expected {self.path} as it was, got another fit in it. Start again."
                     )
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():
-                    raise StorageError(
-                        f"Cannot write {folder}: expected a folder, got a link to another."
-                    )
-                remove_left(folder)
-                write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
+                    raise OSError("expected a folder, got a link to another")
+                writing.remove_left(folder)
+                writing.write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
                 content = _read_description(self.path)
                 latest = _latest_of(content, list(content.get(_PREDICTIONS, {})))
                 content.setdefault(_PREDICTIONS, {})[path.name] = asdict(kept.data.absolute())
@@ -294,9 +271,8 @@ def check_new(folder: Path, overwrite: bool) -> None:
         is_run = (folder / _DESCRIPTION).is_file() and (folder / _FIT).exists()
         if not overwrite or not is_run or folder.is_symlink():
             advice = "Give --overwrite to replace it." if is_run else "It is no RUN."
-            raise StorageError(
-                f"--out: expected a folder that does not exist, got {folder}. {advice}"
-            )
+            said = f"--out: expected a folder that does not exist, got {folder}. {advice}"
+            raise StorageError(said)
     check_parent(folder, "--out")
 
 
@@ -321,9 +297,9 @@ def _fit_digest(folder: Path) -> str | None:
     """Return the digest of a RUN's fit, by its header or index; None where it cannot be read."""
     path = folder / _FIT
     try:
-        if path.is_dir():
-            return str(parse_json(read_start(path / INDEX, _MOST))["digest"])
-        return str(storage.read_header(path)["digest"])
+        index = path / storage.INDEX
+        about = parse_json(read_start(index, _MOST)) if path.is_dir() else storage.read_header(path)
+        return str(about["digest"])
     except (StorageError, OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -331,6 +307,5 @@ def _fit_digest(folder: Path) -> str | None:
 def _check_names(classes: Sequence[str] | None, outputs: int) -> None:
     if classes is not None and len(classes) != outputs:
         raise BadValueError(
-            f"--data: expected a class name for each of the {outputs} outputs, got {len(classes)} "
-            "names. Give as many, or none."
+            f"--data: expected a class name for each of the {outputs} outputs, got {len(classes)}."
         )

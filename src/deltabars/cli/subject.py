@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from deltabars.cli.runs import Kept, Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
 from deltabars.cli.sources.source import Source
-from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
+from deltabars.cli.tables import Columns, check_ending, columns_of, write_table
 from deltabars.errors import BadValueError, DataError, printable
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
@@ -46,13 +47,7 @@ def check_file(path: Path | None, endings: Sequence[str], option: str = "--out")
     """Refuse the name of a file of another kind, and one that cannot be written."""
     if path is None:
         return
-    if path.suffix.lower() not in endings:
-        raise BadValueError(
-            f"{option}: expected a file name that ends in one of {', '.join(endings)}, got "
-            f"{path.name!r}."
-        )
-    if path.suffix.lower() == ".parquet":
-        pyarrow()
+    check_ending(path, option, endings)
     check_can_write(path, option)
 
 
@@ -73,8 +68,7 @@ def named_data(options: argparse.Namespace, kept: NamedData | None = None) -> Na
     size = options.size
     if size is not None and len(size) > 2:
         raise BadValueError(f"--size: expected one or two whole numbers, got {len(size)}.")
-    names = ("mean", "std", "crop", "gray", "target")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in ("mean", "std", "crop", "gray", "target")}
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     given["size"] = None if size is None else (size[0], size[-1])
     spec, part, arguments = options.data, options.part, options.data_args
@@ -88,15 +82,11 @@ def _asked_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `predict` that were given."""
     found: dict[str, Any] = {"estimator": options.estimator, "rank": options.rank}
     found["full_rank"] = False if options.low_rank else None
-    given = options.classes
-    if given is not None and len(given) == 1 and not given[0].isdecimal():
-        found["classes"] = given[0]
-    elif given is not None:
-        if not all(text.isdecimal() for text in given):
-            raise BadValueError(
-                f"--classes: expected top5 or the like, or class numbers, got {' '.join(given)}."
-            )
+    given = options.classes or []
+    if given and all(text.isdecimal() for text in given):
         found["classes"] = [int(text) for text in given]
+    elif given:
+        found["classes"] = " ".join(given)  # such as top5; the fit refuses others
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -145,9 +135,9 @@ class Subject:
     def predict(
         self, fit: DeltaFit, source: Source, out: Path | None = None, *, looks: bool = False
     ) -> tuple[Kept, Path]:
-        """Predict all inputs, write a table of them, and keep the result: that, and where it is.
+        """Predict all inputs, write a table, and keep the result (not as the last if it `looks`).
 
-        `looks`: the prediction is one to look at, and not the last one of the RUN.
+        Returns what is kept, and where.
         """
         check_parent(self.run.path / "predictions", "RUN")
         parts: list[Prediction] = []
@@ -172,8 +162,7 @@ class Subject:
         if out is not None:
             write_table(out, tables())
         else:
-            for _ in tables():
-                pass
+            deque(tables(), maxlen=0)
         whole = Prediction.concatenate(parts)
         known = torch.cat(targets) if targets else None
         kept = Kept(whole, tuple(names), known, self.data, self._about(source))
@@ -244,13 +233,10 @@ def call(function: str, *arguments: Any, **named: Any) -> Code:
 
 
 def made(value: Any) -> Code:
-    """Return a dataclass as code, with the attributes that are not the usual ones."""
-    given = {}
-    for each in fields(value):
-        usual = each.default if each.default_factory is MISSING else each.default_factory()
-        if (found := getattr(value, each.name)) != usual:
-            given[each.name] = found
-    return call(type(value).__name__, given.pop("spec"), **given)
+    """Return a model or data by name as code, with the attributes that are not the usual ones."""
+    usual = vars(type(value)(value.spec))
+    given = {name: found for name, found in vars(value).items() if found != usual[name]}
+    return call(type(value).__name__, value.spec, **given)
 
 
 def _literal(value: Any) -> str:

@@ -62,11 +62,11 @@ def columns_of(
     return found
 
 
-def check_ending(path: Path, option: str = "--out") -> None:
+def check_ending(path: Path, option: str = "--out", endings: Sequence[str] = ENDINGS) -> None:
     """Refuse a file name of another kind, and Parquet where it cannot be written."""
-    if path.suffix.lower() not in ENDINGS:
+    if path.suffix.lower() not in endings:
         raise BadValueError(
-            f"{option}: expected a file name that ends in one of {', '.join(ENDINGS)}, got "
+            f"{option}: expected a file name that ends in one of {', '.join(endings)}, got "
             f"{path.name!r}."
         )
     if path.suffix.lower() == ".parquet":

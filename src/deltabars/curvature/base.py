@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,49 +22,28 @@ _ROWS_AT_ONCE = 64
 
 
 class CurvatureOperator(ABC):
-    """A symmetric P×P matrix (1/N)·Σₙ Aₙ + λI, seen through its products with vectors."""
+    """A symmetric P×P matrix (1/N)·Σₙ Aₙ + λI, seen through its products with vectors.
+
+    Attributes:
+        shape: (P, P).
+        device, dtype: of the products.
+        spaces: of all parameters, and of those that the examples reach; in the rows and columns of
+            the others the matrix is λI.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.shape = problem.num_parameters, problem.num_parameters
+        self.device, self.dtype = problem.device, problem.dtype
         self.spaces = problem.spaces
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(P, P)."""
-        return (self.problem.num_parameters, self.problem.num_parameters)
-
-    @property
-    def device(self) -> torch.device:
-        """Where products are computed."""
-        return self.problem.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the products."""
-        return self.problem.dtype
-
-    @property
-    def reached(self) -> Tensor | None:
-        """The indices (P',) of the parameters that the examples reach; None for all of them.
-
-        In the rows and columns of the others the matrix is λI.
-        """
-        return self.spaces.indices
-
     def matmat(self, vectors: Tensor) -> Tensor:
-        """Multiply the matrix with each row of `vectors`: (b, P) -> (b, P).
-
-        Cost: one pass over the data.
-        """
-        if vectors.ndim != 2 or vectors.shape[1] != self.shape[0]:
+        """Multiply the matrix with each row: (b, P) -> (b, P). Cost: one pass over the data."""
+        fits = vectors.ndim == 2 and vectors.shape[1] == self.shape[0]
+        if not fits or vectors.dtype != self.dtype or vectors.device != self.device:
             raise BadValueError(
-                f"Vectors: expected shape (b, {self.shape[0]}), one vector a row, got "
-                f"{tuple(vectors.shape)}."
-            )
-        if vectors.dtype != self.dtype or vectors.device != self.device:
-            raise BadValueError(
-                f"Vectors: expected {self.dtype} on {self.device}, got {vectors.dtype} on "
-                f"{vectors.device}."
+                f"Vectors: expected rows (b, {self.shape[0]}) of {self.dtype} on {self.device}, "
+                f"got {tuple(vectors.shape)} of {vectors.dtype} on {vectors.device}."
             )
         space = self.spaces.whole
         return space.group.gather_columns(self.whole_matmat(vectors[:, space.own]), space.columns)
@@ -92,16 +71,12 @@ class CurvatureOperator(ABC):
     def _data_sum(self, vectors: Tensor) -> Tensor:
         """Compute Σₙ Aₙ v for each row v of `vectors` (b, P') over the examples of this process."""
 
-    def _pick(self, whole: Tensor) -> Tensor:
-        """Select the reached columns of (b, P): (b, P')."""
-        return whole if self.reached is None else whole.index_select(1, self.reached)
-
     def _put_back(self, part: Tensor) -> Tensor:
         """Put reached columns (b, P') among zeros: (b, P)."""
-        if self.reached is None:
+        if self.spaces.indices is None:
             return part
         whole = part.new_zeros(part.shape[0], self.shape[1])
-        return whole.index_copy_(1, self.reached, part)
+        return whole.index_copy_(1, self.spaces.indices, part)
 
     def to_dense(self) -> Tensor:
         """Return the matrix itself, (P, P). Cost: P products."""
@@ -120,9 +95,7 @@ class CurvatureOperator(ABC):
             return matmat(column.reshape(-1, 1)).reshape(-1)
 
         kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return linear_operator(
-            shape=self.shape, dtype=kind, matvec=matvec, rmatvec=matvec, matmat=matmat
-        )
+        return linear_operator(self.shape, matvec, matvec, matmat, kind)
 
 
 class RowOperator(CurvatureOperator):
@@ -133,48 +106,30 @@ class RowOperator(CurvatureOperator):
 
     Attributes:
         factor: the method of the likelihood that gives Bₙᵀ, from outputs and targets.
+        rows_per_example: how many rows of R one example gives.
+        num_rows: how many rows R has.
+        row_scale, row_shift: what RᵀR is multiplied by, 1/N; what is added to the diagonal, λ.
+        keeps_rows: whether R fits the part of the memory budget that it may take, on every process.
     """
 
     factor: ClassVar[str]
+    rows_per_example: int
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.pullback = Pullback(problem.network)
+        self.num_rows = problem.num_examples * self.rows_per_example
+        self.row_scale, self.row_shift = 1.0 / problem.num_examples, problem.l2
         self._parts = kept_parts(problem.parameters, problem.reached)
         row = (problem.num_reached + problem.num_parameters) * self.dtype.itemsize
         per_example = self.rows_per_example * (row + 2 * problem.activation_bytes)
         most = problem.chunk_size.value
         fitting = chunk_within(problem.memory_budget, per_example, most, self.device)
         self._chunk_size = problem.chunk_size.at_most(fitting)
+        kept = self.num_rows * max(self.spaces.reached.columns.widths) * self.dtype.itemsize
+        self.keeps_rows = kept <= share(problem.memory_budget, KEPT)
         self._kept: Tensor | None = None
-        self._is_kept = self.keeps_rows  # until it was tried, and does not fit
         self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
-
-    @property
-    @abstractmethod
-    def rows_per_example(self) -> int:
-        """How many rows of R one example gives."""
-
-    @property
-    def row_scale(self) -> float:
-        """1/N: what RᵀR is multiplied by."""
-        return 1.0 / self.problem.num_examples
-
-    @property
-    def row_shift(self) -> float:
-        """λ: what is added to the diagonal."""
-        return self.problem.l2
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows R has."""
-        return self.problem.num_examples * self.rows_per_example
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether R fits the part of the memory budget that it may take, on every process."""
-        row = max(self.spaces.reached.columns.widths) * self.dtype.itemsize
-        return self.num_rows * row <= share(self.problem.memory_budget, KEPT)
 
     @property
     def kept_bytes(self) -> int:
@@ -205,37 +160,27 @@ class RowOperator(CurvatureOperator):
         return whole.mul_(self.problem.l2).add_(total, alpha=self.row_scale)
 
     def row_blocks(self) -> Iterator[Tensor]:
-        """Yield the rows of the examples of this process, in blocks (n, P), in their order.
-
-        Raises:
-            ModelError: per-example derivatives cannot be had, or are not finite.
-        """
+        """Yield the rows of the examples of this process, in blocks (n, P), in their order."""
         yield from map(self._put_back, self.reached_row_blocks())
 
     def reached_row_blocks(self) -> Iterator[Tensor]:
         """Yield the same in blocks (n, P'), without the columns that are zero."""
         yield from self._blocks(self._kept_rows() if self.problem.group.size == 1 else None)
 
-    def _blocks(self, kept: Tensor | None) -> Iterator[Tensor]:
-        """Yield rows that are kept, or else those of this process, computed again."""
-        if kept is None:
-            yield from self._computed_blocks()
-        else:
-            yield from kept.split(self._chunk_size.value * self.rows_per_example)
+    def _blocks(self, kept: Tensor | None) -> Iterable[Tensor]:
+        """Return rows that are kept, or else those of this process, computed again."""
+        size = self._chunk_size.value * self.rows_per_example
+        return self._computed_blocks() if kept is None else kept.split(size)
 
     def _kept_rows(self) -> Tensor | None:
-        """Return all of R, each process its own columns (rows, p'); None if it is not kept."""
-        if self._kept is None and self._is_kept:
-            self._kept = self._all_rows()
-            self._is_kept = self._kept is not None
-        return self._kept
-
-    def _all_rows(self) -> Tensor | None:
-        """Compute R; None where there is no memory for it after all."""
+        """Return all of R, the own columns (rows, p'); None where there is no memory for it."""
+        if self._kept is not None or not self.keeps_rows:
+            return self._kept
         space, done = self.spaces.reached, 0
         size = (self.num_rows, space.width)
         kept = attempt(lambda: torch.empty(size, device=self.device, dtype=self.dtype))
-        if not all(space.group.gather_objects(kept is not None)) or kept is None:
+        self.keeps_rows = all(space.group.gather_objects(kept is not None))
+        if not self.keeps_rows or kept is None:
             return None
         alone = space.group.size == 1  # then rows are written where they are kept
         blocks = self._computed_blocks(kept if alone else None)
@@ -243,6 +188,7 @@ class RowOperator(CurvatureOperator):
             if not alone:
                 kept[done : done + len(block)] = block
             done += len(block)
+        self._kept = kept
         return kept
 
     def _mean(self, vectors: Tensor) -> Tensor:

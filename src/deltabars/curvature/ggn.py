@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deltabars.curvature.base import RowOperator
+from deltabars.problem.problem import Problem
 
 
 class GGNOperator(RowOperator):
@@ -13,7 +14,6 @@ class GGNOperator(RowOperator):
 
     factor = "curvature_root"
 
-    @property
-    def rows_per_example(self) -> int:
-        """C."""
-        return self.problem.num_outputs
+    def __init__(self, problem: Problem) -> None:
+        self.rows_per_example = problem.num_outputs
+        super().__init__(problem)

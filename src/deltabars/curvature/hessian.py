@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from deltabars.curvature.linear_part import LinearPart, Tensors, forward_derivat
 from deltabars.curvature.pullback import UNSUPPORTED
 from deltabars.curvature.slicing import Sliced, Slices, slices_of
 from deltabars.errors import ModelError, ModelWarning, first_line, option, warn
-from deltabars.likelihoods.base import Likelihood
 from deltabars.problem.data import Batch, Inputs, leaves, map_leaves
 from deltabars.problem.network import Network, model_errors
 from deltabars.problem.problem import Problem
@@ -27,8 +26,7 @@ from deltabars.runtime.vectors import Spaces
 
 _MOST_TOGETHER = 16  # vectors
 _MOST_SHAPES = 16  # of chunks that are traced: a trace costs as much as some products
-_SMALL = {"cpu": 1 << 23}  # bytes of activations that leave a device idle
-_SMALL_ELSEWHERE = 1 << 29
+_SMALL = {"cpu": 1 << 23, "cuda": 1 << 29}  # bytes of activations that leave a device idle
 _WORTH_SLICING = 0.7  # of the parameters that are reached, or fewer: else checks cost more
 _SAME = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative: with slices and without
 # What tracing and rewriting raise on graphs that they do not support.
@@ -59,8 +57,6 @@ class HessianOperator(CurvatureOperator):
         >>> from deltabars.curvature import HessianOperator
         >>> data = torch.eye(4), torch.arange(4)
         >>> hessian = HessianOperator(deltabars.Problem(torch.nn.Linear(4, 4), data, l2=0.1))
-        >>> hessian.shape
-        (20, 20)
         >>> vectors = torch.randn(2, 20)
         >>> torch.allclose(hessian.matmat(vectors), vectors @ hessian.to_dense(), atol=1e-5)
         True
@@ -68,9 +64,12 @@ class HessianOperator(CurvatureOperator):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        _load_forward_derivatives()
-        even = _even_chunk(problem.data.num_here, problem.chunk_size.value)
-        self._chunk_size = problem.chunk_size.at_most(even)
+        with without_noise(), forward_derivatives():  # torch's set-up warns of its own deprecation
+            torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
+        count, most = problem.data.num_here, problem.chunk_size.value
+        fewest = -(-count // most)  # chunks; some more, where they are even: one shape, one trace
+        even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
+        self._chunk_size = problem.chunk_size.at_most(next(even, most))
         self._slices: Slices = {}
         self._backward_twice = False  # where forward derivatives cannot be had
         self._room = share(problem.memory_budget, KEPT) if problem.data.is_uniform else 0
@@ -89,9 +88,8 @@ class HessianOperator(CurvatureOperator):
         """Leave out the rows and columns of H that are zero, and slice layers, if checks agree.
 
         Parameters without a derivative may still have a second one (those of a unit between weights
-        that are all but zero), so a product with a random vector decides.
-
-        Cost: a product from the start, and two forward passes.
+        that are all but zero), so a product with a random vector decides. Cost: a product from the
+        start, and two forward passes.
         """
         problem, size = self.problem, self.problem.num_parameters
         self.spaces = Spaces.of(size, None, problem.group)
@@ -99,11 +97,9 @@ class HessianOperator(CurvatureOperator):
             return
         vector = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
         vector = vector.to(self.device, self.dtype)
-        exact = torch.zeros_like(vector)
         chunks = problem.chunks(self._chunk_size.value)
-        for part in self._chunk_size.each(chunks, lambda batch: self._untraced(batch, vector)):
-            exact += part
-        exact = problem.group.all_reduce_(exact)
+        parts = self._chunk_size.each(chunks, lambda batch: self._untraced(batch, vector))
+        exact = problem.group.all_reduce_(sum(parts, torch.zeros_like(vector)))
         nonzero = exact[0] != 0
         nonzero[reached] = True
         indices = nonzero.nonzero().squeeze(1)
@@ -114,59 +110,53 @@ class HessianOperator(CurvatureOperator):
             return
         self._slices = slices_of(problem.parameters, indices)
         sliced = problem.group.all_reduce_(self._pass(vector))
-        gap = float((sliced - exact).norm())
-        same = gap <= _SAME[self.dtype] * float(exact.norm()) and self._has_same_outputs()
+        most, network = _SAME[self.dtype], problem.network
+
+        def agree(batch: Batch) -> bool:
+            whole = network.outputs(network.trained, batch.inputs)
+            with Sliced(network.trained, self._slices):
+                found = network.outputs(network.trained, batch.inputs)
+            return bool((found - whole).abs().max() <= most * whole.abs().max())
+
+        same = float((sliced - exact).norm()) <= most * float(exact.norm())
+        same = same and all(
+            list(self._chunk_size.each(problem.chunks(self._chunk_size.value), agree))
+        )
         if not all(problem.group.gather_objects(same)):
             self._slices = {}
             self._forget()
 
-    def _has_same_outputs(self) -> bool:
-        """Return whether slices of layers give the same outputs for every example."""
-        network = self.problem.network
-
-        def same(batch: Batch) -> bool:
-            whole = network.outputs(network.trained, batch.inputs)
-            with Sliced(network.trained, self._slices):
-                found = network.outputs(network.trained, batch.inputs)
-            gap = (found - whole).abs().max()
-            return bool(gap <= _SAME[self.dtype] * whole.abs().max())
-
-        chunks = self.problem.chunks(self._chunk_size.value)
-        return all(list(self._chunk_size.each(chunks, same)))
-
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        whole = self._scaled(self._put_back(vectors))
+        scale, indices = self.problem.network.scale, self.spaces.indices
+        whole = self._put_back(vectors)
+        whole = whole if scale is None else whole * scale
         while True:
             total = attempt(partial(self._pass, whole))
             if total is not None:
-                return self._pick(self._scaled(total))
+                total = total if scale is None else total * scale
+                return total if indices is None else total.index_select(1, indices)
             self._forget()
             self._room //= 2
             self._chunk_size.halve(min(self._chunk_size.value, self.problem.data.num_here))
 
-    def _scaled(self, vectors: Tensor) -> Tensor:
-        scale = self.problem.network.scale
-        return vectors if scale is None else vectors * scale
-
     def _pass(self, vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors)
+        small = _SMALL.get(self.device.type, _SMALL["cuda"])
         for position, batch in enumerate(self.problem.chunks(self._chunk_size.value)):
             product = self._chunk_product(position, batch)
-            together = self._vectors_at_once(len(batch))
+            # One vector where a chunk keeps the device busy; several where calls are what costs.
+            together = small // (len(batch) * self.problem.activation_bytes + 1)
+            together = max(1, min(_MOST_TOGETHER, together))
             for group, sums in zip(vectors.split(together), total.split(together), strict=True):
                 sums += product(group)
         return total
-
-    def _vectors_at_once(self, examples: int) -> int:
-        """One where a chunk keeps the device busy; several where calling it is what costs."""
-        small = _SMALL.get(self.device.type, _SMALL_ELSEWHERE)
-        return max(1, min(_MOST_TOGETHER, small // (examples * self.problem.activation_bytes + 1)))
 
     def _chunk_product(self, position: int, batch: Batch) -> Callable[[Tensor], Tensor]:
         """Return the function from vectors (b, P) to their products with a chunk's Hessian."""
         if self._backward_twice:
             return partial(self._twice_backward, batch)
-        part, fixed = self._part(batch), self._fixed(batch)
+        fixed = self._fixed(batch)
+        part = self._part(batch, fixed)
         if part is None:
             return partial(self._untraced, batch)
         if position < len(self._kept):
@@ -174,8 +164,8 @@ class HessianOperator(CurvatureOperator):
         else:
             prepared = part.prepare(fixed)
             size = held_bytes(prepared, [*fixed, *self.problem.network.constants.values()])
-            fits = self._room > 0 and self.kept_bytes + size <= self._room
-            if fits and position == len(self._kept):
+            is_next = position == len(self._kept) and self._room > 0
+            if is_next and self.kept_bytes + size <= self._room:
                 self._kept.append(prepared)
                 self.kept_bytes += size
         return partial(self._apply, partial(part.apply, prepared))
@@ -193,15 +183,73 @@ class HessianOperator(CurvatureOperator):
                 self._backward_twice = True
                 warn(
                     "Model: expected operations with forward derivatives, for Hessian products, "
-                    f"got one without ({first_line(error)}). Continuing with gradients of gradients, "
-                    "which are slower.",
+                    f"got one without ({first_line(error)}). Continuing with gradients of "
+                    "gradients, which are slower.",
                     ModelWarning,
                 )
-                check_gradient_products(self.problem.network, self.problem.likelihood, batch)
+                self._check_twice_backward(batch)
         return self._twice_backward(batch, vectors)
 
-    def _twice_backward(self, batch: Batch, vectors: Tensor) -> Tensor:
-        return gradient_products(self.problem.network, self.problem.likelihood, batch, vectors)
+    def _twice_backward(
+        self, batch: Batch, vectors: Tensor, network: Network | None = None
+    ) -> Tensor:
+        """Compute ∂(g·v)/∂ω for each row v of (b, P), with g the gradient of a chunk's loss."""
+        network = network or self.problem.network
+        trained = {name: value.detach().requires_grad_() for name, value in network.trained.items()}
+        derive = partial(torch.autograd.grad, inputs=list(trained.values()), materialize_grads=True)
+
+        def flat(parts: Tensors) -> Tensor:
+            return network.parameters.flatten(dict(zip(trained, parts, strict=True)))
+
+        try:
+            with torch.enable_grad():
+                loss = self._loss(batch, network.outputs(trained, batch.inputs))
+                gradient = flat(derive(loss, create_graph=True))
+            if not gradient.requires_grad:  # a loss that is linear in the weights
+                return torch.zeros_like(vectors)
+            return torch.stack(
+                [flat(derive(gradient, grad_outputs=v, retain_graph=True)) for v in vectors]
+            )
+        except UNSUPPORTED as error:
+            if ran_out(error):
+                raise
+            raise _without_second_derivatives(first_line(error)) from error
+
+    def _check_twice_backward(self, batch: Batch) -> None:
+        """Refuse a model whose gradients of gradients are not the derivative of its gradient.
+
+        torch silently leaves out what a backward pass computes outside of its graph. So a product
+        is compared with a difference of two gradients, in float64 and on a few examples.
+        """
+
+        def double(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
+
+        own = self.problem.network
+        trained, constants = double(own.trained), double(own.constants)
+        network = replace(own, trained=trained, constants=constants, dtype=torch.float64)
+        few = batch.rows(slice(0, _EXAMPLES)).to(network.device, torch.float64)
+        point = network.point
+
+        def gradient(at: Tensor) -> Tensor:
+            there = replace(network, trained=network.parameters.unflatten(at))
+            return there.gradient(few.inputs, partial(self._loss, few))
+
+        direction = gradient(point)
+        length = float(direction.norm())
+        if not length:
+            return
+        direction = direction / length
+        step = _STEP * max(1.0, float(point.norm()))
+        ahead, behind = (gradient(point + sign * step * direction) for sign in (1, -1))
+        difference = (ahead - behind) / (2 * step)
+        product = self._twice_backward(few, direction[None], network)[0]
+        if not float((product - difference).norm()) <= _AGREE * float(difference.norm()):
+            raise _without_second_derivatives("torch silently gives wrong ones")
+
+    def _loss(self, batch: Batch, outputs: Tensor) -> Tensor:
+        assert batch.targets is not None
+        return self.problem.likelihood.loss(outputs.double(), batch.targets).sum()
 
     def _apply(self, derivative: Callable[[list[Tensor]], Tensors], vectors: Tensor) -> Tensor:
         space = self.problem.parameters
@@ -215,35 +263,28 @@ class HessianOperator(CurvatureOperator):
             return one(vectors[0])[None]
         return torch.func.vmap(one)(vectors)
 
-    def _part(self, batch: Batch) -> LinearPart | None:
+    def _part(self, batch: Batch, fixed: list[Tensor]) -> LinearPart | None:
         """Return the linear part for chunks of this shape; None where tracing fails."""
-        fixed = self._fixed(batch)
         key = tuple(tensor.shape for tensor in fixed)
-        if key not in self._parts:
-            traced = len(self._parts) < _MOST_SHAPES
-            self._parts[key] = self._trace(batch, fixed) if traced else None
-        return self._parts[key]
-
-    def _trace(self, batch: Batch, fixed: list[Tensor]) -> LinearPart | None:
+        if key in self._parts or len(self._parts) >= _MOST_SHAPES:
+            return self._parts.get(key)
         # Tensors of their own: a trace tells its arguments apart by identity.
         tangents = [value.clone() for value in self.problem.network.trained.values()]
-        function = partial(self._derivative, batch.inputs)
+        part, function = None, partial(self._derivative, batch.inputs)
         try:
-            return LinearPart(function, fixed, tangents, self.device)
+            part = LinearPart(function, fixed, tangents, self.device)
         except _UNTRACEABLE as error:  # operations that depend on values, such as one_hot
             if ran_out(error):
                 raise
-            return None
+        self._parts[key] = part
+        return part
 
     def _fixed(self, batch: Batch) -> list[Tensor]:
         assert batch.targets is not None
         return [*self.problem.network.trained.values(), *leaves(batch.inputs), batch.targets]
 
     def _derivative(self, like: Inputs, *arguments: Tensor) -> Tensors:
-        """Differentiate the gradient of a chunk's loss along tangents.
-
-        The arguments are ω̂, inputs, targets, tangents.
-        """
+        """Differentiate the gradient of a chunk's loss: from ω̂, inputs, targets and tangents."""
         names = self.problem.parameters.names
         count = len(names)
         trained = dict(zip(names, arguments[:count], strict=True))
@@ -260,13 +301,6 @@ class HessianOperator(CurvatureOperator):
         return tuple(derivative[name] for name in names)
 
 
-def _even_chunk(count: int, most: int) -> int:
-    """Return a number near `most` that divides the examples evenly: one shape, one trace."""
-    fewest = -(-count // most)
-    even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
-    return next(even, most)
-
-
 class ConstantWithoutGrad(TorchFunctionMode):
     """Make what a model computes under `torch.no_grad` a constant to forward derivatives too."""
 
@@ -278,99 +312,6 @@ class ConstantWithoutGrad(TorchFunctionMode):
         if torch.is_grad_enabled():
             return result
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-
-
-@cache
-def _load_forward_derivatives() -> None:
-    """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
-    with without_noise(), forward_derivatives():
-        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
-
-
-def gradient_products(
-    network: Network, likelihood: Likelihood, batch: Batch, vectors: Tensor
-) -> Tensor:
-    """Compute ∂(g·v)/∂ω for each row v of (b, P), with g the gradient of the batch's summed loss.
-
-    Cost: a gradient, and about two more a vector.
-
-    Raises:
-        ModelError: an operation of the model has no second derivatives.
-    """
-    trained = {name: value.detach().requires_grad_() for name, value in network.trained.items()}
-    try:
-        gradient = _gradient(network, likelihood, batch, trained, create_graph=True)
-        return torch.stack([_flat(network, gradient, trained, vector) for vector in vectors])
-    except UNSUPPORTED as error:
-        if ran_out(error):
-            raise
-        raise _without_second_derivatives(first_line(error)) from error
-
-
-def check_gradient_products(network: Network, likelihood: Likelihood, batch: Batch) -> None:
-    """Refuse a model whose gradients of gradients are not the derivative of its gradient.
-
-    torch silently leaves out what a backward pass computes outside of its graph. So a product is
-    compared with a difference of two gradients, in float64 and on a few examples.
-
-    Raises:
-        ModelError: they differ.
-    """
-    network = replace(
-        network,
-        trained={name: value.double() for name, value in network.trained.items()},
-        constants={
-            name: value.double() if value.is_floating_point() else value
-            for name, value in network.constants.items()
-        },
-        dtype=torch.float64,
-    )
-    few = batch.rows(slice(0, _EXAMPLES)).to(network.device, torch.float64)
-    point, space = network.point, network.parameters
-    direction = _gradient(network, likelihood, few, dict(network.trained))
-    length = float(direction.norm())
-    if not length:
-        return
-    direction = direction / length
-    step = _STEP * max(1.0, float(point.norm()))
-    ahead, behind = (
-        _gradient(network, likelihood, few, space.unflatten(point + sign * step * direction))
-        for sign in (1, -1)
-    )
-    difference = (ahead - behind) / (2 * step)
-    product = gradient_products(network, likelihood, few, direction[None])[0]
-    if not float((product - difference).norm()) <= _AGREE * float(difference.norm()):
-        raise _without_second_derivatives("torch silently gives wrong ones")
-
-
-def _gradient(
-    network: Network,
-    likelihood: Likelihood,
-    batch: Batch,
-    trained: dict[str, Tensor],
-    create_graph: bool = False,
-) -> Tensor:
-    assert batch.targets is not None
-    trained = {
-        name: value if value.requires_grad else value.detach().requires_grad_()
-        for name, value in trained.items()
-    }
-    with torch.enable_grad():
-        outputs = network.outputs(trained, batch.inputs).double()
-        loss = likelihood.loss(outputs, batch.targets).sum()
-        parts = torch.autograd.grad(
-            loss, list(trained.values()), create_graph=create_graph, materialize_grads=True
-        )
-        return network.parameters.flatten(dict(zip(trained, parts, strict=True)))
-
-
-def _flat(network: Network, gradient: Tensor, trained: dict[str, Tensor], vector: Tensor) -> Tensor:
-    if not gradient.requires_grad:  # a loss that is linear in the weights
-        return torch.zeros_like(vector)
-    parts = torch.autograd.grad(
-        gradient, list(trained.values()), vector, retain_graph=True, materialize_grads=True
-    )
-    return network.parameters.flatten(dict(zip(trained, parts, strict=True)))
 
 
 def _without_second_derivatives(reason: str) -> ModelError:

@@ -48,21 +48,16 @@ def patches(images: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation:
 
 @dataclass(frozen=True)
 class Factors:
-    """R rows of derivatives by a layer's weight (O, I), for each of B examples, as factors.
+    """R rows of derivatives by a layer's weight (O, I), for each of B examples, as factors."""
 
-    Attributes:
-        activations: a, (B, T, I).
-        signals: δ, (B, R, O, T).
-    """
-
-    activations: Tensor
-    signals: Tensor
+    activations: Tensor  # a, (B, T, I)
+    signals: Tensor  # δ, (B, R, O, T)
 
     @classmethod
     def of(cls, inputs: Tensor, window: Sequence[Any] | None, gradients: Tensor) -> Factors:
-        """Return the factors of a layer, from the gradients (R, B, …) by its result.
+        """Return the factors, from inputs (B, …, I) and the gradients (R, B, …) by the result.
 
-        Its inputs are (B, …, I); for a convolution (B, I, H, W), with a window for `patches`.
+        Those of a convolution are (B, I, H, W), with a window for `patches`.
         """
         if window is not None:
             activations, signals = patches(inputs, *window), gradients.flatten(3)
@@ -70,16 +65,6 @@ class Factors:
             activations = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
             signals = gradients.flatten(2, -2).mT if gradients.ndim > 3 else gradients[..., None]
         return cls(activations, signals.transpose(0, 1))
-
-    @classmethod
-    def joined(cls, calls: Sequence[Factors]) -> Factors:
-        """Join the calls of one weight: the sum over calls is one over positions."""
-        if len(calls) == 1:
-            return calls[0]
-        return cls(
-            torch.cat([factors.activations for factors in calls], 1),
-            torch.cat([factors.signals for factors in calls], 3),
-        )
 
     def at(self, outputs: Tensor, inputs: Tensor) -> Factors:
         """Return the factors of some outputs (O',) and inputs (I',)."""
@@ -117,8 +102,7 @@ class Factors:
     def add_projection(self, basis: Tensor, total: Tensor) -> None:
         """Add the products of the rows with a basis (K, O, I) to (B, R, K), float64.
 
-        The activations, which all R rows share, are contracted with the basis first: T·K·O·I
-        operations for all rows together.
+        The activations are contracted first: T·K·O·I operations for all R rows together.
         """
         count, outputs, inputs = basis.shape
         columns = basis.permute(2, 0, 1).reshape(inputs, count * outputs)  # (I, K·O)
@@ -144,25 +128,13 @@ Rows = Callable[[Tensor], Tensor | Factors]  # gradients (R, B, …) by a result
 
 
 class Use(NamedTuple):
-    """One use of a parameter.
-
-    Attributes:
-        name: of the parameter.
-        edge: where in the graph of derivatives the call's result is.
-        rows: the parameter's rows, or their factors, from the gradients by the result.
-        seen: the input that the rows need, and its version at the time.
-    """
+    """One use of a parameter."""
 
     name: str
-    edge: GradientEdge
-    rows: Rows
-    seen: Tensor | None
-    version: int | None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the input has been altered in place since."""
-        return self.seen is not None and self.seen._version != self.version
+    edge: GradientEdge  # where in the graph of derivatives the call's result is
+    rows: Rows  # from the gradients by the result
+    seen: Tensor | None  # the input that the rows need
+    version: int | None  # of it at the time
 
 
 class Recorder(TorchFunctionMode):
@@ -170,18 +142,12 @@ class Recorder(TorchFunctionMode):
 
     Such a call gets detached values of its parameters. So the parameters that the outputs' graph
     of derivatives still leads to are those that are used in another way.
-
-    Args:
-        names: of parameters, by the identity of their tensors.
-        batch: how many examples there are.
-
-    Attributes:
-        uses: of parameters, in order.
     """
 
     def __init__(self, names: Mapping[int, str], batch: int) -> None:
         super().__init__()
-        self._names, self._batch = names, batch
+        self._names = names  # of parameters, by the identity of their tensors
+        self._batch = batch  # how many examples there are
         self.uses: list[Use] = []
 
     def __torch_function__(
@@ -219,15 +185,13 @@ class Recorder(TorchFunctionMode):
             return None
         if not names.keys() <= {id(parameter) for parameter, _, _ in parts}:
             return None
-        edge = get_gradient_edge(result)
-        uses = [
-            Use(names[id(parameter)], edge, rows, seen, None if seen is None else seen._version)
-            for parameter, rows, seen in parts
-            if id(parameter) in names
-        ]
         if any(parameter.dtype != result.dtype for parameter, _, _ in parts):
             return None  # autocast, whose casts are part of the derivative
-        self.uses += uses
+        edge = get_gradient_edge(result)
+        for parameter, rows, seen in parts:
+            if id(parameter) in names:
+                version = None if seen is None else seen._version
+                self.uses.append(Use(names[id(parameter)], edge, rows, seen, version))
         return result
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import linecache
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -68,8 +68,7 @@ class LinearPart:
 
     Args:
         function: of tensors alone; without branches on their values.
-        fixed: example arguments that stay the same from product to product.
-        tangents: example arguments that change.
+        fixed, tangents: example arguments; those that stay from product to product come first.
         device: what the graph is rewritten for.
 
     Raises:
@@ -101,13 +100,11 @@ class LinearPart:
 
     def prepare(self, fixed: Sequence[Tensor]) -> Tensors:
         """Compute everything that does not depend on the tangents and is needed with them."""
-        prepared: Tensors = self._before(*fixed)
-        return prepared
+        return self._before(*fixed)
 
     def apply(self, prepared: Tensors, tangents: Sequence[Tensor]) -> Tensors:
         """Evaluate the function at the tangents, for the prepared rest."""
-        result: Tensors = self._after(*prepared, *tangents)
-        return result
+        return self._after(*prepared, *tangents)
 
 
 @contextmanager
@@ -117,7 +114,7 @@ def forward_derivatives() -> Iterator[None]:
     Torch keeps the tracer and the level of forward derivatives in variables of the process. The
     first thread into `torch.func.jvp` opens that level and closes it on its way out, whoever else
     is inside by then. So we open it before and close it after, when no thread of the user's is
-    inside.
+    inside. Python changes threads after calls, not between assignments: no thread sees half of it.
     """
     with _TURNS.at(_TURNS):
         is_open = _waited_for(_open_level)
@@ -127,17 +124,18 @@ def forward_derivatives() -> Iterator[None]:
             if is_open:
                 _waited_for(lambda: _NESTING.JVP_NESTING == 1)
                 _NESTING.JVP_NESTING -= 1
-                _LEVEL.exit_dual_level()
+                _LEVEL._current_level = -1
+                torch._C._exit_dual_level(level=0)
 
 
 def _open_level() -> bool:
     if _NESTING.JVP_NESTING or _LEVEL._current_level >= 0:
         return False
-    _NESTING.JVP_NESTING += 1  # no call since the comparison, so that no thread is in between
+    _NESTING.JVP_NESTING, _LEVEL._current_level = 1, 0
     try:
-        _LEVEL.enter_dual_level()
-    except RuntimeError:
-        _NESTING.JVP_NESTING -= 1
+        torch._C._enter_dual_level()
+    except RuntimeError:  # a thread of the user's has just opened it
+        _NESTING.JVP_NESTING, _LEVEL._current_level = 0, -1
         return False
     return True
 
@@ -174,11 +172,8 @@ def _check_shapes_are_fixed(graph: Graph) -> None:
             continue
         dynamic = torch.Tag.dynamic_output_shape in target.tags
         if target == torch.ops.aten.index.Tensor:  # dynamic with masks alone
-            indices: Any = node.args[1]
-            dynamic = any(
-                index is not None and kind(index)[1] in (torch.bool, torch.uint8)
-                for index in indices
-            )
+            kinds = [kind(index)[1] for index in node.args[1] if index is not None]
+            dynamic = torch.bool in kinds or torch.uint8 in kinds
         if dynamic or "as_strided" in str(target):
             raise RuntimeError(f"{target} cannot be applied to other values.")
 
@@ -202,39 +197,39 @@ def held_bytes(prepared: Tensors, fixed: Sequence[Tensor]) -> int:
 
 def _cut(traced: GraphModule, num_fixed: int) -> tuple[GraphModule, GraphModule]:
     """Cut the graph in two: from the fixed arguments to what is needed of them, and from there."""
-    nodes = list(traced.graph.nodes)
+    *nodes, output = traced.graph.nodes
     arguments = [node for node in nodes if node.op == "placeholder"]
-    (output,) = (node for node in nodes if node.op == "output")
-    varying = dependent(traced.graph, arguments[num_fixed:])
-    later = [node for node in nodes if node in varying and node.op == "call_function"]
-    users = [*later, output]
-    needed = list(
-        dict.fromkeys(n for user in users for n in user.all_input_nodes if n not in varying)
-    )
-    before, env = Graph(), dict[Node, Node]()
+    fixed, tangents = arguments[:num_fixed], arguments[num_fixed:]
+    varying, earlier, later = set(tangents), list[Node](), list[Node]()
     for node in nodes:
-        if node not in varying and node is not output:
-            env[node] = before.node_copy(node, env.__getitem__)
-    before.output(tuple(env[node] for node in needed))
-    before.eliminate_dead_code()
-    after, env = Graph(), {}
-    for node in needed:
-        env[node] = after.placeholder(node.name)
-    for node in arguments[num_fixed:]:
-        env[node] = after.placeholder(node.name)
-    for node in later:
-        env[node] = after.node_copy(node, env.__getitem__)
-    after.output(map_arg(output.args[0], env.__getitem__))
-    return GraphModule(traced, before), GraphModule(traced, after)
+        if not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+            later.append(node)
+        elif node not in arguments:
+            earlier.append(node)
+    used = [node for user in (*later, output) for node in user.all_input_nodes]
+    needed = [node for node in dict.fromkeys(used) if node not in varying]
+
+    def part(given: list[Node], calls: list[Node], result: Any) -> GraphModule:
+        graph, env = Graph(), dict[Node, Node]()
+        for node in given:
+            env[node] = graph.placeholder(node.name)
+        for node in calls:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(map_arg(result, env.__getitem__))
+        graph.eliminate_dead_code()
+        return GraphModule(traced, graph)
+
+    before = part(fixed, earlier, tuple(needed))
+    return before, part([*needed, *tangents], later, output.args[0])
 
 
 def rewrite(graph: Graph, device: torch.device) -> None:
     """Rewrite a graph in place, for the device that it will run on.
 
-    Two rules, kept for what they measured (see docs/performance.md): sums and products with zeros,
-    and second names of tensors, are left out; on a GPU gradients of convolutions are convolutions
-    with flipped weights and matrix products of patches, as cuDNN's choice in float32 is an FFT,
-    which takes twice as long.
+    Sums and products with zeros, and second names of tensors, are left out. On a GPU gradients of
+    convolutions are convolutions with flipped weights and matrix products of patches: cuDNN's
+    choice in float32 is an FFT, which takes twice as long (see docs/performance.md).
     """
     _leave_out_names(graph)
     _leave_out_zeros(graph)
@@ -250,15 +245,6 @@ def kind(node: Node) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and type of a node's result, as they were when it was traced."""
     seen = node.meta["tensor_meta"] if "tensor_meta" in node.meta else node.meta["val"]
     return tuple(seen.shape), seen.dtype
-
-
-def dependent(graph: Graph, on: Iterable[Node]) -> set[Node]:
-    """Return some arguments of a graph, and every call that depends on them."""
-    varying = set(on)
-    for node in graph.nodes:
-        if node.op == "call_function" and not varying.isdisjoint(node.all_input_nodes):
-            varying.add(node)
-    return varying
 
 
 def _leave_out_names(graph: Graph) -> None:
@@ -329,10 +315,7 @@ def _once(graph: Graph, target: Any, source: Node, *rest: Any) -> Node:
 
 
 def input_gradient(signal: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Transpose a convolution of stride 1: signal (B, O, h, w), weight (O, I, k, l) -> (B, I, H, W).
-
-    It is the convolution with the flipped weights.
-    """
+    """Convolve a signal (B, O, h, w) with the flipped weights (O, I, k, l): (B, I, H, W)."""
     flipped = weight.flip(2, 3).transpose(0, 1)
     full = (weight.shape[2] - 1 - padding[0], weight.shape[3] - 1 - padding[1])
     return F.conv2d(signal, flipped, padding=full)

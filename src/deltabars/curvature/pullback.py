@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,17 +40,11 @@ _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-4}
 
 
 class Part(NamedTuple):
-    """What is kept of a parameter.
+    """What is kept of a parameter."""
 
-    Attributes:
-        place: where among the columns that are kept.
-        numbers: indices of the numbers that are kept, (p,); None for all of them.
-        crossing: rows and columns of a weight (O, I) that cross in these numbers; None if none do.
-    """
-
-    place: slice
-    numbers: Tensor | None = None
-    crossing: tuple[Tensor, Tensor] | None = None
+    place: slice  # among the columns that are kept
+    numbers: Tensor | None = None  # indices of the numbers that are kept, (p,); None for all
+    crossing: tuple[Tensor, Tensor] | None = None  # rows and columns of a weight that they fill
 
 
 def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Part]:
@@ -72,16 +67,13 @@ def kept_parts(space: ParameterSpace, reached: Tensor | None) -> Mapping[str, Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of R rows for each input: R, C, bytes of activations, numbers of rows held whole.
-
-    `layers` has the numbers of each layer, and how many more for each vector of a basis.
-    """
+    """The memory of R rows for each input: R, C, bytes of activations, numbers held whole."""
 
     count: int
     outputs: int
     activations: int
     loose: int
-    layers: tuple[Pair, ...]
+    layers: tuple[Pair, ...]  # the numbers of each, and how many more for each vector of a basis
 
     def largest_layer(self, columns: int) -> int:
         """Return the numbers of the largest layer, for bases of so many vectors together."""
@@ -90,23 +82,14 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Pulled:
-    """R rows of derivatives (B, R, P), in parts.
+    """R rows of derivatives (B, R, P), in parts."""
 
-    Attributes:
-        outputs: of the network, (B, C).
-        back: the cotangents, (R, B, C).
-        layers: factors of the rows by the weights of layers.
-        loose: rows (B, R, ·) by the other parameters.
-        lost: parameters that are not followed; where there are any there are no rows.
-        is_mixed: whether rows are not those of the example of their number.
-    """
-
-    outputs: Tensor
-    back: Tensor
-    layers: dict[str, Factors] = field(default_factory=dict)
-    loose: dict[str, Tensor] = field(default_factory=dict)
-    lost: Collection[str] = ()
-    is_mixed: bool = False
+    outputs: Tensor  # of the network, (B, C)
+    back: Tensor  # the cotangents, (R, B, C)
+    layers: dict[str, Factors] = field(default_factory=dict)  # of rows by the weights of layers
+    loose: dict[str, Tensor] = field(default_factory=dict)  # rows (B, R, ·) by other parameters
+    lost: Collection[str] = ()  # parameters that are not followed; any means no rows
+    is_mixed: bool = False  # whether rows are not those of the example of their number
 
 
 class Pullback:
@@ -157,17 +140,10 @@ class Pullback:
         return out
 
     def pull(self, inputs: Inputs, cotangents: Cotangents, *, again: bool = False) -> Pulled:
-        """Return the rows in parts.
+        """Return the rows in parts; `again` for inputs that have been through the checks before.
 
         Cost: R backward passes without weights, one more for some models; and a forward pass and R
         backward passes of single examples where some parameters cannot be followed.
-
-        Args:
-            inputs, cotangents: of the network.
-            again: whether these inputs have been through the checks before.
-
-        Raises:
-            ModelError: the outputs for one example depend on the rest of the batch.
         """
         shape = tuple(leaf.shape[1:] for leaf in leaves(inputs))
         if shape not in self._rests:
@@ -221,7 +197,9 @@ class Pullback:
         found, keeps_apart = read_graph(outputs, {edge.node for edge in edges})
         back = cotangents(outputs.detach()).transpose(0, 1)
         lost = {name for name in names if id(trained[name]) in found}
-        lost |= {use.name for use in uses if use.is_changed}
+        lost |= {
+            use.name for use in uses if use.seen is not None and use.seen._version != use.version
+        }
         if lost or not names:
             return Pulled(outputs.detach(), back, lost=sorted(lost))
         marks = None if again or keeps_apart else _Marks.of(back)
@@ -241,8 +219,12 @@ class Pullback:
         pulled = Pulled(outputs.detach(), back)
         for name, parts in found_rows.items():
             factors = [part for part in parts if isinstance(part, Factors)]
-            if factors and len(factors) == len(parts):
-                pulled.layers[name] = Factors.joined(factors)
+            if factors and len(factors) == len(parts):  # a sum over calls is one over positions
+                pulled.layers[name] = factors[0]
+                if len(factors) > 1:
+                    activations = torch.cat([each.activations for each in factors], 1)
+                    signals = torch.cat([each.signals for each in factors], 3)
+                    pulled.layers[name] = Factors(activations, signals)
                 continue
             loose = [part.weight_rows() if isinstance(part, Factors) else part for part in parts]
             size = len(outputs), len(back), trained[name].numel()
@@ -285,9 +267,8 @@ class Pullback:
 
         def rows(outputs: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(0)
-            return torch.randn((_EXAMPLES, _ROWS, outputs.shape[1]), generator=generator).to(
-                outputs
-            )
+            drawn = torch.randn(_EXAMPLES, _ROWS, outputs.shape[1], generator=generator)
+            return drawn.to(outputs)
 
         names, rest = tuple(self.network.trained), set[str]()
         try:
@@ -298,14 +279,26 @@ class Pullback:
                 raise
             return names
         back = pulled.back.transpose(0, 1)
-        exact = self._by_autograd(few, back, names, together=_EXAMPLES)
-        followed = {name: factors.weight_rows() for name, factors in pulled.layers.items()}
-        right = _agreeing(followed | pulled.loose, exact)
+
+        def agreeing(find: Callable[[slice], Mapping[str, Tensor]]) -> set[str]:
+            found = []
+            for one in (slice(r, r + 1) for r in range(_ROWS)):  # together they take more memory
+                exact = self._by_autograd(few, back[:, one], names, together=_EXAMPLES)
+                found.append(_agreeing(find(one), exact))
+            return set.intersection(*found)
+
+        def followed(one: slice) -> Mapping[str, Tensor]:
+            rows = {name: each[:, one] for name, each in pulled.loose.items()}
+            for name, layer in pulled.layers.items():
+                rows[name] = Factors(layer.activations, layer.signals[:, one]).weight_rows()
+            return rows
+
+        right = agreeing(followed)
         missing = tuple(name for name in names if name not in right)
-        if not missing or not self._examples_together:
-            return missing
-        if _agreeing(self._single_rows(few, back, missing), exact) != {*missing}:
-            self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
+        if missing and self._examples_together:
+            singly = agreeing(lambda one: self._single_rows(few, back[:, one], missing))
+            if singly != {*missing}:
+                self._leave_vmap(missing, "its derivatives under vmap are not those of autograd")
         return missing
 
     def _single_rows(
@@ -323,10 +316,8 @@ class Pullback:
         return self._by_autograd(inputs, back, names)
 
     def _by_vmap(self, inputs: Inputs, back: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Compute them for all examples at once, a row after the other.
-
-        Not all rows at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
-        """
+        """Compute them for all examples at once, a row after the other."""
+        # Not all at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
         trained = dict(self.network.trained)
         chosen = {name: trained[name] for name in names}
 
@@ -350,26 +341,19 @@ class Pullback:
             for name, value in self.network.trained.items()
         }
         chosen = [trained[name] for name in names]
-        sizes = {name: value.numel() for name, value in trained.items() if name in names}
-        rows = {name: back.new_zeros(*back.shape[:2], sizes[name]) for name in names}
-
-        def rows_from(low: int) -> Inputs:
-            return map_leaves(lambda leaf: leaf[low : low + together], inputs)
-
+        rows = {name: back.new_zeros(*back.shape[:2], trained[name].numel()) for name in names}
+        derive = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
         for low in range(0, len(back), together):
+            some = slice(low, low + together)
             with torch.enable_grad():
-                outputs = self.network.outputs(trained, rows_from(low))
-                products = outputs.unsqueeze(1) * back[low : low + together]
-                totals = products.sum(2).flatten().unbind()  # B·R
+                outputs = self.network.outputs(trained, map_leaves(itemgetter(some), inputs))
+                totals = (outputs.unsqueeze(1) * back[some]).sum(2).flatten().unbind()  # B·R
             if not outputs.requires_grad:
                 continue
             places = product(range(low, low + len(outputs)), range(back.shape[1]))
-            for (n, r), total in zip(places, totals, strict=True):
-                parts = torch.autograd.grad(
-                    total, chosen, retain_graph=True, materialize_grads=True
-                )
-                for name, part in zip(names, parts, strict=True):
-                    rows[name][n, r] = part.flatten()
+            for place, total in zip(places, totals, strict=True):
+                for name, part in zip(names, derive(total, chosen), strict=True):
+                    rows[name][place] = part.flatten()
         return rows
 
     def _leave_vmap(self, names: tuple[str, ...], reason: str) -> None:
@@ -393,9 +377,9 @@ def _agreeing(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> set[s
     rounding = _ROUNDING * torch.finfo(whole.dtype).eps * whole
 
     def agree(rows: Tensor, right: Tensor) -> bool:
-        close = torch.maximum(_AGREE * right.norm(dim=-1), rounding)
-        gap = (rows - right).norm(dim=-1)
-        return bool(((gap <= close) | ~right.isfinite().all(-1)).all())
+        size = right.norm(dim=-1)
+        gap = torch.stack([(a - b).norm(dim=-1) for a, b in zip(rows, right, strict=True)])
+        return bool(((gap <= torch.maximum(_AGREE * size, rounding)) | ~size.isfinite()).all())
 
     return {name for name, rows in found.items() if agree(rows, exact[name])}
 
@@ -429,22 +413,23 @@ class _Marks(NamedTuple):
 
 
 # Operations, by their names in the graph, that work on every example by itself if the first
-# dimension counts examples in what they take and give, and is none that they go along:
-# those with dimensions that they go along;
-_ALONG = set(
-    "Amax Amin Cat Glu LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice Softmax Split Stack "
-    "Sum Transpose Unbind Var".split()
-)
-# those without;
-_APART = set(
-    "Abs AdaptiveAvgPool2D AdaptiveMaxPool2D Add Addmm AvgPool2D Bmm Celu Clamp Clone Convolution "
-    "Cos Div Elu Erf Exp Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Linear Log "
-    "LogSigmoid MaskedFill MaxPool2DWithIndices Mish Mm Mul NativeBatchNorm NativeGroupNorm "
-    "NativeLayerNorm Neg Pow PreluKernel Relu Rsqrt Rsub ScaledDotProductEfficientAttention "
-    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu Sigmoid Silu Sin Softplus "
-    "Sqrt Sub Tanh Threshold ToCopy Where".split()
-)
-# those in which the numbers of an example stay next to each other.
+# dimension counts examples in what they take and give, and is none that they go along.
+_ALONG = {
+    "Amax", "Amin", "Cat", "Glu", "LinalgVectorNorm", "LogSoftmax", "Logsumexp", "Mean",
+    "Select", "Slice", "Softmax", "Split", "Stack", "Sum", "Transpose", "Unbind", "Var",
+}  # fmt: skip
+# The same, without dimensions that they go along.
+_APART = {
+    "Abs", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "AvgPool2D", "Bmm", "Celu",
+    "Clamp", "Clone", "Convolution", "Cos", "Div", "Elu", "Erf", "Exp", "Expand", "Expm1",
+    "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "Linear", "Log", "LogSigmoid",
+    "MaskedFill", "MaxPool2DWithIndices", "Mish", "Mm", "Mul", "NativeBatchNorm",
+    "NativeGroupNorm", "NativeLayerNorm", "Neg", "Pow", "PreluKernel", "Relu", "Rsqrt", "Rsub",
+    "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu", "Sigmoid", "Silu", "Sin", "Softplus", "Sqrt", "Sub",
+    "Tanh", "Threshold", "ToCopy", "Where",
+}  # fmt: skip
+# Operations in which the numbers of an example stay next to each other.
 _RESHAPES = {"ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View"}
 # Operations with inputs that all examples share, and the index of the one that they do not.
 _NOT_SHARED = {"Addmm": 1, "Convolution": 0, "Linear": 0, "Mm": 0, "NativeBatchNorm": 0,
@@ -454,39 +439,26 @@ _NOT_SHARED = {"Addmm": 1, "Convolution": 0, "Linear": 0, "Mm": 0, "NativeBatchN
 def read_graph(outputs: Tensor, ends: Collection[Node]) -> tuple[set[int], bool]:
     """Read the graph of derivatives of outputs (B, C), at some microseconds a node.
 
-    Args:
-        outputs: of a forward pass.
-        ends: nodes that cotangents are to arrive at.
-
-    Returns:
-        The identities of the tensors that the outputs are derived from; and whether cotangents of
-        an example are known to arrive in its own row.
+    Returns the identities of the tensors that the outputs are derived from; and whether cotangents
+    of an example are known to arrive in its own row, at the nodes `ends`.
     """
     found, leading, apart = set(), set(ends), True
-    for node in _in_order(outputs.grad_fn):
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.add(id(node.variable))
-        ways = [n for n, (after, _) in enumerate(node.next_functions) if after in leading]
-        if ways:
-            leading.add(node)
-            apart = apart and (len(outputs) == 1 or _keeps_apart(node, ways, len(outputs)))
-    return found, apart
-
-
-def _in_order(last: Node | None) -> list[Any]:
-    """Return all nodes that lead to one, each of them after those before it."""
-    found: list[Any] = []
-    seen: set[Node] = set()
-    waiting = [] if last is None else [(last, False)]
+    seen: set[Node | None] = {None}
+    waiting: list[tuple[Any, bool]] = [(outputs.grad_fn, False)]
     while waiting:
-        node, done = waiting.pop()
-        if done:
-            found.append(node)
+        node, is_ready = waiting.pop()
+        if is_ready:  # all nodes before it have been read
+            if node.name() == "torch::autograd::AccumulateGrad":
+                found.add(id(node.variable))
+            ways = [n for n, (after, _) in enumerate(node.next_functions) if after in leading]
+            if ways:
+                leading.add(node)
+                apart = apart and (len(outputs) == 1 or _keeps_apart(node, ways, len(outputs)))
         elif node not in seen:
             seen.add(node)
             waiting.append((node, True))
-            waiting += [(after, False) for after, _ in node.next_functions if after is not None]
-    return found
+            waiting += [(after, False) for after, _ in node.next_functions]
+    return found, apart
 
 
 def _keeps_apart(node: Any, ways: list[int], batch: int) -> bool:

@@ -18,6 +18,8 @@ from deltabars.problem.data import Inputs
 from deltabars.runtime.distributed import same_everywhere
 from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 
+Classes = Callable[[Tensor], Tensor] | None  # outputs (B, C) -> some classes (B, k); or all
+
 SPACES = ("probability", "logit")
 
 _COLUMNS = 512  # that a product is worth its sums from
@@ -29,20 +31,13 @@ class Sensitivity:
 
     F = diag(slope)·L, where no row of L is small only because its class is improbable: the rows of
     L are ∂(log p)/∂ω for probabilities. What is quadratic in F follows from L by the slope.
-
-    Attributes:
-        value: the prediction itself, in the space that F belongs to, (B, C).
-        slope: what the rows of L are multiplied by, (B, C).
-        squares: ‖l‖² of each row l of L, (B, C).
-        gram: L Lᵀ for each input, (B, C, C), where it was asked for.
-        projections: for each basis Q (K, P) its L Qᵀ, (B, C, K).
     """
 
-    value: Tensor
-    slope: Tensor
-    squares: Tensor
-    gram: Tensor | None
-    projections: Mapping[str, Tensor]
+    value: Tensor  # the prediction itself, in the space that F belongs to, (B, C)
+    slope: Tensor  # what the rows of L are multiplied by, (B, C)
+    squares: Tensor  # ‖l‖² of each row l of L, (B, C)
+    gram: Tensor | None  # L Lᵀ for each input, (B, C, C), where it was asked for
+    projections: Mapping[str, Tensor]  # L Qᵀ for each basis Q (K, P), (B, C, K)
 
 
 def sensitivities(
@@ -52,7 +47,7 @@ def sensitivities(
     bases: Mapping[str, Basis],
     space: str = "probability",
     *,
-    classes: Callable[[Tensor], Tensor] | None = None,
+    classes: Classes = None,
     with_gram: bool = False,
 ) -> tuple[Tensor, Sensitivity]:
     """Return the outputs z (B, C), and F of the mean (or of z itself) reduced to its projections.
@@ -75,7 +70,12 @@ def sensitivities(
     pulled = pullback.pull(inputs, partial(cotangents, likelihood, space, classes))
     outputs = pulled.outputs
     places = pullback.network.parameters.slices
-    _check_in_step(bases, [*pulled.layers, *pulled.loose])
+    shared = [basis for basis in bases.values() if isinstance(basis, ShardedVectors)]
+    if shared and not same_everywhere(shared[0].space.group, [*pulled.layers, *pulled.loose]):
+        raise ModelError(  # they would ask for columns in different orders
+            "predict: expected a model that uses its parameters in one way, got different ones for "
+            "the inputs of different processes. Save the fit, and load it in each."
+        )
     sums = _Sums(outputs.new_zeros(len(outputs), len(pulled.back)).double(), bases, with_gram)
     for name, factors in pulled.layers.items():
         for part, place in _parts_of_layer(factors, places[name], bases):
@@ -95,26 +95,11 @@ def sensitivities(
     return outputs, Sensitivity(value, slope, sums.squares, sums.gram, sums.projections)
 
 
-def cotangents(
-    likelihood: Likelihood,
-    space: str,
-    classes: Callable[[Tensor], Tensor] | None,
-    outputs: Tensor,
-) -> Tensor:
+def cotangents(likelihood: Likelihood, space: str, classes: Classes, outputs: Tensor) -> Tensor:
     """Return what the rows of L are pulled back from, (B, C, C), or (B, k, C) for some classes."""
     rows = likelihood.natural_jacobian if space == "probability" else unit_rows
     found = rows(outputs.double(), None if classes is None else classes(outputs))
     return found.to(outputs.dtype)
-
-
-def _check_in_step(bases: Mapping[str, Basis], names: list[str]) -> None:
-    """Refuse processes that ask for columns of shared eigenvectors in different orders."""
-    shared = [basis for basis in bases.values() if isinstance(basis, ShardedVectors)]
-    if shared and not same_everywhere(shared[0].space.group, names):
-        raise ModelError(
-            "predict: expected a model that uses its parameters in one way, got different ones for "
-            "the inputs of different processes. Save the fit, and load it in each."
-        )
 
 
 def _blocks(place: slice, bases: Mapping[str, Basis]) -> Iterator[slice]:

@@ -31,12 +31,7 @@ Slices = Mapping[str, tuple[Indices, Indices]]  # by weight: the rows and column
 
 
 def slices_of(space: ParameterSpace, reached: Tensor) -> Slices:
-    """Return the rows and columns of each weight that hold reached numbers, where some do not.
-
-    Args:
-        space: of the parameters.
-        reached: indices of the reached ones, (P',).
-    """
+    """Return the rows and columns of each weight that hold reached numbers (P',), if not all do."""
     mask = torch.zeros(space.size, dtype=torch.bool)
     mask[reached.cpu()] = True
     found = {}
@@ -49,32 +44,21 @@ def slices_of(space: ParameterSpace, reached: Tensor) -> Slices:
         if name.endswith("weight") and bias in space.names:
             rows |= mask[space.slices[bias]]
         if not bool(rows.all() and columns.all()):
-            found[name] = _indices(rows), _indices(columns)
+            # At least one of each, as a layer without units is none.
+            kept = [tuple(m.nonzero().squeeze(1).tolist()) or (0,) for m in (rows, columns)]
+            found[name] = kept[0], kept[1]
     return found
-
-
-def _indices(mask: Tensor) -> Indices:
-    """Return the indices that are set; at least one, as a layer without units is none."""
-    return tuple(mask.nonzero().squeeze(1).tolist()) or (0,)
 
 
 @dataclass(frozen=True)
 class _Channels:
-    """Some channels of a tensor of which the others are zero.
+    """Some channels of a tensor of which the others are zero."""
 
-    Attributes:
-        part: the channels kept, (B, C', …); before the ReLU, if that is still to come.
-        kept: which of all channels they are.
-        count: of all channels.
-        dim: the dimension that has them.
-        relu: whether a ReLU is still to be applied. Behind a max pooling it has less to do.
-    """
-
-    part: Tensor
-    kept: Indices
-    count: int
-    dim: int
-    relu: bool = False
+    part: Tensor  # the channels kept, (B, C', …); before the ReLU, if that is still to come
+    kept: Indices  # which of all channels they are
+    count: int  # of all channels
+    dim: int  # the dimension that has them
+    relu: bool = False  # whether a ReLU is still to come: behind a max pooling it has less to do
 
     def rectified(self) -> Tensor:
         """Return the kept channels with the ReLU applied."""
@@ -94,10 +78,6 @@ class Sliced(TorchFunctionMode):
 
     Each result that has slices is made whole, too, for whatever else the model does with it. In a
     trace that is no work, as nothing depends on it.
-
-    Args:
-        trained: the parameters as the forward pass has them.
-        slices: what is kept of some of them.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], slices: Slices) -> None:
@@ -110,9 +90,9 @@ class Sliced(TorchFunctionMode):
     ) -> Any:
         """Call `func`; on the channels that are kept alone, where that is the same."""
         kwargs = kwargs or {}
-        if not self._slices:
-            return func(*args, **kwargs)
-        found = self._layer(func, args, kwargs) or self._between(func, args, kwargs)
+        found = None
+        if self._slices:
+            found = self._layer(func, args, kwargs) or self._between(func, args, kwargs)
         if found is None:
             return func(*args, **kwargs)
         whole = found.whole()
@@ -123,9 +103,12 @@ class Sliced(TorchFunctionMode):
         """Compute the kept rows of a layer from the kept columns of its inputs."""
         dim = _CHANNELS.get(func)
         kept = self._slices.get(id(args[1])) if dim and len(args) > 1 else None
-        if kept is None or dim is None or not _is_plain(func, args):
+        if kept is None or dim is None:
             return None
         inputs, weight, *rest = args
+        has_examples = inputs.ndim >= 2 if func is F.linear else inputs.ndim == 4
+        if not has_examples or inputs.shape[dim] != weight.shape[1]:  # which groups make differ
+            return None
         rows, columns = kept
         known = self._known.get(id(inputs))
         if known is not None and known[1].dim == dim % inputs.ndim:
@@ -171,11 +154,3 @@ def _select(tensor: Tensor, dim: int, indices: Indices | list[int]) -> Tensor:
     if list(indices) == list(range(tensor.shape[dim])):
         return tensor
     return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
-
-
-def _is_plain(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a layer connects all of its inputs (no groups, no missing batch)."""
-    inputs, weight = args[:2]
-    if func is F.linear:
-        return bool(inputs.ndim >= 2 and weight.ndim == 2)
-    return bool(inputs.ndim == weight.ndim == 4 and inputs.shape[1] == weight.shape[1])

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from deltabars.eigen.basis import Basis, Followed, Growth, Projected
 from deltabars.eigen.pairs import LEAST_RITZ, EigenPairs, Products
@@ -44,28 +43,33 @@ class Checkpoint(Protocol):
 class Journal:
     """Save and resume a run: a search for pairs, or the pairs that it found.
 
-    The count of products, the generator of random vectors and the growth are part of the state.
-
     Attributes:
         found: the pairs of the search, where the saved run had come so far.
         restarts: of that search.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        matrix: Products,
-        generator: torch.Generator,
-        growth: Growth | None,
+        self, checkpoint: Checkpoint, matrix: Products, generator: Generator, growth: Growth | None
     ) -> None:
         self._checkpoint, self._matrix = checkpoint, matrix
         self._generator, self._growth = generator, growth
         self.found: EigenPairs | None = None
         self.restarts = 0
-        self._state = checkpoint.load()
-        if self._state is not None:
-            with refuse_altered():
-                self._restore(self._state)
+        self._state = state = checkpoint.load()
+        if state is None:
+            return
+        with refuse_altered():
+            matrix.products = int(state.numbers["products"])
+            generator.set_state(state.tensors["generator"].cpu())
+            if growth is not None:
+                growth.look_back(state.tensors["growth"])
+            if "found.values" in state.tensors:
+                parts = {n: state.tensors[f"found.{n}"].to(matrix.device) for n in OF_PAIRS}
+                self._rows(parts["vectors"])
+                position = state.numbers["position"]
+                self.restarts = int(position["restarts"])
+                statistics = {LEAST_RITZ: float(position["least"])}
+                self.found = EigenPairs(statistics=statistics, **parts)
 
     def save(
         self,
@@ -120,19 +124,6 @@ class Journal:
         numbers = {"products": self._matrix.products, "position": position}
         self._checkpoint.save(State(numbers, tensors))
 
-    def _restore(self, state: State) -> None:
-        self._matrix.products = int(state.numbers["products"])
-        self._generator.set_state(state.tensors["generator"].cpu())
-        if self._growth is not None:
-            self._growth.look_back(state.tensors["growth"])
-        if "found.values" in state.tensors:
-            position, device = state.numbers["position"], self._matrix.device
-            parts = {name: state.tensors[f"found.{name}"].to(device) for name in OF_PAIRS}
-            self._rows(parts["vectors"])
-            statistics = {LEAST_RITZ: float(position["least"])}
-            self.found = EigenPairs(statistics=statistics, **parts)
-            self.restarts = int(position["restarts"])
-
     def _rows(self, rows: Tensor) -> Tensor:
         width, dtype = self._matrix.space.width, self._matrix.dtype
         if tuple(rows.shape) != (len(rows), width) or rows.dtype != dtype:
@@ -142,7 +133,7 @@ class Journal:
 
 @contextmanager
 def refuse_altered() -> Iterator[None]:
-    """Refuse, with one line, a state that was not saved by the work within."""
+    """Refuse a state that the work within did not save."""
     try:
         yield
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:

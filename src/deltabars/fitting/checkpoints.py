@@ -79,19 +79,13 @@ Checkpoint = str | os.PathLike[str] | CheckpointFolder
 @contextmanager
 def opened(checkpoint: Checkpoint, group: Group) -> Iterator[Session]:
     """Open a checkpoint folder, locked by the first process."""
-    given = checkpoint
-    if not isinstance(given, CheckpointFolder):
-        given = CheckpointFolder(given)
+    given = checkpoint if isinstance(checkpoint, CheckpointFolder) else CheckpointFolder(checkpoint)
     folder = Path(given.path)
     with ExitStack() as stack:
         if group.is_first:
             check_parent(folder, "checkpoint")
-            try:
+            with suppress(OSError):  # which the lock will report
                 folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise StorageError(
-                    f"checkpoint: expected a folder, got {folder} ({error.strerror or error})."
-                ) from error
             stack.enter_context(locked(folder))
             remove_left(folder)
         group.broadcast_object(None)  # the folder is there
@@ -114,25 +108,26 @@ class Session:
         self.headers: dict[Path, Mapping[str, Any]] = {}
         budget = None
         for path in sorted(folder.iterdir()):
-            match = _FILE.fullmatch(path.name)
             if _OLD.fullmatch(path.name):
                 raise CheckpointMismatchError(
                     f"checkpoint: expected one of this version, got {folder}, which version 0.5 "
                     "wrote. Finish that fit with 0.5, or give another folder."
                 )
-            if match is not None and int(match[2] or 1) != group.size:
+            match = _FILE.fullmatch(path.name)
+            if match is None:
+                continue
+            if int(match[2] or 1) != group.size:
                 raise CheckpointMismatchError(
                     f"checkpoint: expected states of {group.size} processes, got {path}, of "
                     f"{match[2] or 1}. Start as many, or give another folder."
                 )
-            if match is not None and path in self.paths(match[1]):
-                with suppress(CorruptFileError):  # a warning follows when it is resumed
+            if path in self.paths(match[1]):
+                with suppress(CorruptFileError, KeyError):  # a warning follows when it is resumed
                     header = storage.read_header(path)
-                    own = header.get("file") == self.paths(match[1])[0].name
-                    if own and isinstance(header.get("number"), int):
-                        self.headers[path], budget = header, header.get("memory_budget")
-        whole = isinstance(budget, int) and budget > 0
-        self.memory_budget: int | None = group.broadcast_object(budget if whole else None)
+                    whole = all(type(header[n]) is int for n in ("number", "memory_budget"))
+                    if whole and header["file"] == self.paths(match[1])[0].name:
+                        budget, self.headers[path] = header["memory_budget"], header
+        self.memory_budget: int | None = group.broadcast_object(budget)
 
     def begin(self, identity: Mapping[str, Any], memory_budget: int) -> None:
         """Refuse states of another fit, with the names of what differs."""
@@ -141,10 +136,6 @@ class Session:
         for header in self.headers.values():
             _check_same(header.get("identity") or {}, self._identity)
         self._saved_at = time.monotonic()
-
-    def of(self, matrix: str) -> MatrixCheckpoint:
-        """Return the checkpoint of one matrix's eigenpairs."""
-        return MatrixCheckpoint(self, matrix)
 
     def paths(self, matrix: str) -> tuple[Path, Path]:
         """Return the file of a state, and the new one that is to take its place."""
@@ -169,25 +160,54 @@ class Session:
         }
         try:
             storage.write(new, content, state.tensors)
-        except (StorageError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             if not isinstance(error, StorageError | OSError) and not ran_out(error):
                 raise
             problem = str(error).rstrip(".")
-        problem = next(filter(None, self.group.gather_objects(problem)), "")
+        problem = self._any(problem)
         if not problem:
             os.replace(new, path)
-        else:
-            new.unlink(missing_ok=True)
-            if not self._has_warned:
-                warn(
-                    f"checkpoint: expected to save the state of the fit, got an error ({problem}); "
-                    "the fit continues and tries again later. What was saved before is still "
-                    "there.",
-                    CheckpointWarning,
-                )
+        new.unlink(missing_ok=True)
+        if problem and not self._has_warned:
             self._has_warned = True
+            warn(
+                f"checkpoint: expected to save the state of the fit, got an error ({problem}); the "
+                "fit continues and tries again later. What was saved before is still there.",
+                CheckpointWarning,
+            )
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - began
+
+    def newest(self, matrix: str) -> tuple[Mapping[str, Any], State | None]:
+        """Read the newest state that all processes have; warn where there is none that is whole."""
+        files = [path for path in self.paths(matrix) if path.exists()]
+        mine = {self.headers[path]["number"]: path for path in files if path in self.headers}
+        everywhere = self.group.gather_objects(set(mine))
+        common, problem = set.intersection(*everywhere), ""
+        found: tuple[Mapping[str, Any], State | None] = {}, None
+        if any(path not in self.headers for path in files):
+            problem = "it cannot be read, or has the name of another"
+        elif common:
+            try:
+                header, tensors = storage.read(mine[max(common)])
+                found = header, State(header["numbers"], tensors)
+            except (StorageError, KeyError) as error:
+                problem = str(error).rstrip(".")
+        elif set.union(*everywhere) - {1}:  # the first one may have been cut short
+            problem = "the processes have states of different moments"
+        problem = self._any(problem)
+        if problem:
+            warn(
+                f"checkpoint: expected whole files, got one of the {matrix} that is not "
+                f"({problem}). Starting from the beginning.",
+                CheckpointWarning,
+            )
+            return {}, None
+        return found
+
+    def _any(self, problem: str) -> str:
+        """Return what one of the processes reports; empty where none does."""
+        return next(filter(None, self.group.gather_objects(problem)), "")
 
 
 class MatrixCheckpoint:
@@ -195,8 +215,8 @@ class MatrixCheckpoint:
 
     def __init__(self, session: Session, matrix: str) -> None:
         self._session, self._matrix = session, matrix
-        self._header, self._state = self._newest()
-        self._number = int(self._header.get("number", 0))
+        self._header, self._state = session.newest(matrix)
+        self._number = self._header.get("number", 0)
 
     def load(self) -> State | None:
         """Return the state of its solver, where it was under way."""
@@ -237,41 +257,9 @@ class MatrixCheckpoint:
         numbers = {"statistics": dict(pairs.statistics), "diagnostics": dict(diagnostics)}
         self.save(State(numbers, tensors), finished=True)
 
-    def _newest(self) -> tuple[Mapping[str, Any], State | None]:
-        """Read the newest state that all processes have; warn where there is none that is whole."""
-        session, problem = self._session, ""
-        files = [path for path in session.paths(self._matrix) if path.exists()]
-        mine = {session.headers[p]["number"]: p for p in files if p in session.headers}
-        if not all(path in session.headers for path in files):
-            problem = "it cannot be read, or has the name of another"
-        everywhere = session.group.gather_objects(set(mine))
-        common = set.intersection(*everywhere)
-        found: tuple[Mapping[str, Any], State | None] = {}, None
-        if common:
-            try:
-                header, tensors = storage.read(mine[max(common)])
-                found = header, State(header["numbers"], tensors)
-            except (StorageError, KeyError) as error:
-                problem = str(error).rstrip(".")
-        elif set.union(*everywhere) - {1}:  # the first one may have been cut short
-            problem = problem or "the processes have states of different moments"
-        problem = next(filter(None, session.group.gather_objects(problem)), "")
-        if problem:
-            warn(
-                f"checkpoint: expected whole files, got one of the {self._matrix} that is not "
-                f"({problem}). Starting from the beginning.",
-                CheckpointWarning,
-            )
-            return {}, None
-        return found
-
 
 def identity_of(record: Mapping[str, Any], problem: Problem, probe: int | None) -> dict[str, Any]:
-    """Return what a checkpoint has to share with a fit, from its manifest and its probe's print.
-
-    The device, the batch size and the number of threads change last bits alone and are left out.
-    The memory budget decides how far a Krylov basis grows, and so where `rank="auto"` may end.
-    """
+    """Return what a checkpoint has to share with a fit: what changes more than last bits."""
     options = {k: v for k, v in record["options"].items() if k not in _MAY_CHANGE}
     return {
         "format": _FORMAT,

@@ -39,7 +39,6 @@ from deltabars.runtime.memory import CHUNK, ran_out, read_bytes, resolve_budget,
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import (
     Basis,
-    Part,
     PartedVectors,
     ShardedVectors,
     add_inner,
@@ -52,16 +51,10 @@ from deltabars.storage import format as storage
 from deltabars.storage.writing import read_settled, write_whole_folder
 
 MAX_FILE_SIZE = "5GB"
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _SMALL = ("values", "residuals", "smallest", "smallest_residuals")
 _OVERLAP, _OUTPUTS = "overlap", "behaviour.outputs"
 _ROUNDING_UP = 1 + 1e-3  # of norms that are computed in float32 and float64
-
 _LONGEST_NAME, _MOST_DIMENSIONS = 200, 25
 _SLACK, _MOST_SLACK = 1e-3, 0.1  # relative: of orders, norms and products
 _COMPARED, _AT_ONCE = 8, 1 << 20  # vectors, to one another; numbers of all of them
@@ -96,42 +89,30 @@ def save(state: FittedState, path: Any, dtype: Any, max_file_size: int | str) ->
             version = storage.USUAL_VERSION if plain else storage.FORMAT_VERSION
             storage.write(path, header, tensors, version)
             return
-        if os.path.isdir(target) and any(target.iterdir()) and not storage.is_fit_folder(target):
+        if os.path.isdir(target) and not storage.is_fit_folder(target):
             raise StorageError(
                 f"Cannot write {target}: expected a new or empty folder, or that of a fit, got one "
                 "with other files in it."
             )
         together = max(1, most // width)
+        files = [
+            (rank, start, min(start + together, stop))
+            for rank, (begin, stop) in enumerate(pairwise(Columns.even(size, group).bounds))
+            for start in range(begin, stop, together)
+        ]
 
         def write(folder: Path) -> None:
-            entries = [
-                storage.write_part(folder, *each) for each in _own_files(state, types, together)
-            ]
+            entries, items = [], spectra.items()
+            for number, (rank, start, stop) in enumerate(files, 1):
+                if rank == group.rank:
+                    rows = {n: _rounded(p.vectors, start, stop, types[n]) for n, p in items}
+                    entry = storage.write_part(folder, number, len(files), rows, start, stop)
+                    entries.append(entry)
             everywhere = [entry for own in group.gather_objects(entries) for entry in own]
             if group.is_first:
                 storage.write_index(folder, header, tensors, everywhere)
 
         write_whole_folder(target, write, group, replace=True)
-
-
-def _own_files(
-    state: FittedState, types: Mapping[str, torch.dtype], together: int
-) -> Iterator[tuple[int, int, dict[str, Tensor], int, int]]:
-    """Yield the files of this process: number, count, eigenvectors, and range of columns."""
-    group = group_of(state.spectra)
-    bounds = Columns.even(state.num_parameters, group).bounds
-    files = [
-        (rank, start, min(start + together, stop))
-        for rank, (begin, stop) in enumerate(pairwise(bounds))
-        for start in range(begin, stop, together)
-    ]
-    for number, (rank, start, stop) in enumerate(files, 1):
-        if rank == group.rank:
-            matrices = {
-                name: _rounded(pairs.vectors, start, stop, types[name])
-                for name, pairs in state.spectra.items()
-            }
-            yield number, len(files), matrices, start, stop
 
 
 def _stored_dtype(asked: Any, vectors: Basis) -> torch.dtype:
@@ -148,7 +129,7 @@ def _stored_dtype(asked: Any, vectors: Basis) -> torch.dtype:
 
 
 def _rounded(vectors: Basis, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Round the columns `start` to `stop` to a type, (K, p), on the CPU; block by block."""
+    """Round the columns `start` to `stop` to a type, (K, p), on the CPU."""
     if isinstance(vectors, ShardedVectors):
         shift = vectors.space.own.start
         return _rounded(vectors.part, start - shift, stop - shift, dtype)
@@ -161,16 +142,14 @@ def _rounded(vectors: Basis, start: int, stop: int, dtype: torch.dtype) -> Tenso
 
 
 def _blocks(vectors: Basis, start: int, stop: int) -> Iterator[slice]:
-    width = max(1, vectors.shape[0] * vectors.dtype.itemsize)
-    return ranges(start, stop, width, vectors.device)
+    return ranges(start, stop, vectors.shape[0] * vectors.dtype.itemsize, vectors.device)
 
 
 def _measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
     """Measure what eigenvectors Q lose when they are stored as Q̃, rounded to a type.
 
-    `norm` is ‖Q̃ − Q‖₂, which no projection of a vector f is further off than, times ‖f‖;
-    `orthogonality` the largest entry of |Q̃Q̃ᵀ − I|. Empty where nothing is lost. Cost: 4·K²·P
-    operations; memory: a block of columns three times.
+    `norm` is ‖Q̃ − Q‖₂, and `orthogonality` the largest entry of |Q̃Q̃ᵀ − I|. Empty where nothing
+    is lost. Cost: 4·K²·P operations; memory: a block of columns three times.
     """
     if torch.promote_types(dtype, vectors.dtype) == dtype:
         return {}
@@ -186,21 +165,17 @@ def _measured_loss(vectors: Basis, dtype: torch.dtype) -> dict[str, float]:
     if isinstance(vectors, ShardedVectors):
         sums = vectors.space.group.all_reduce_(sums)
     norm = float(torch.linalg.eigvalsh(sums[0])[-1].clamp(min=0).sqrt())
-    if norm == 0:
-        return {}
     beside = sums[1] - torch.eye(count, dtype=sums.dtype, device=sums.device)
-    return {"norm": norm * _ROUNDING_UP, "orthogonality": float(beside.abs().max())}
+    found = {"norm": norm * _ROUNDING_UP, "orthogonality": float(beside.abs().max())}
+    return found if norm > 0 else {}
 
 
 def _head_of(
-    state: FittedState,
-    types: Mapping[str, torch.dtype],
-    losses: Mapping[str, Mapping[str, float]],
+    state: FittedState, types: Mapping[str, torch.dtype], losses: Mapping[str, dict[str, float]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header of a fit, and all of its tensors but the eigenvectors.
 
-    `types`, where they are reported, are those that eigenvectors are stored in, and `losses` what
-    is lost by that.
+    `types`, unless empty, and `losses` are of the stored eigenvectors.
     """
     space, behaviour = state.network.parameters, state.behaviour
     statistics = {name: dict(pairs.statistics) for name, pairs in state.spectra.items()}
@@ -240,8 +215,7 @@ def _head_of(
     if behaviour is not None:
         header["behaviour"] = {"ranges": [list(each) for each in behaviour.ranges]}
         tensors[_OUTPUTS] = behaviour.outputs
-    if state.estimator == "sandwich" and types:
-        # Of rounded vectors it would be another one, and of large ones it takes long.
+    if state.estimator == "sandwich" and types:  # that of rounded vectors would be another one
         tensors[_OVERLAP] = state.overlap
     return header, tensors
 
@@ -270,9 +244,9 @@ def read_fields(
             count = len(parts[name][0].rows)
             vectors = PartedVectors(parts[name], count, dtype, torch.device("cpu"))
             small = {field: tensors[f"{name}.{field}"] for field in _SMALL}
-            pairs = EigenPairs(vectors=vectors, statistics=header["statistics"][name], **small)
-            _check_pairs(name, pairs, space.size)
-            spectra[name] = pairs
+            statistics = header["statistics"][name]
+            spectra[name] = EigenPairs(vectors=vectors, statistics=statistics, **small)
+            _check_pairs(name, spectra[name], space.size)
         inputs = header["inputs"]
         signature = Signature(
             None if inputs["names"] is None else tuple(inputs["names"]),
@@ -280,7 +254,12 @@ def read_fields(
             tuple(None if shape is None else tuple(shape) for shape in inputs["shapes"]),
         )
         likelihood = from_description(header["likelihood"])
-        behaviour = _behaviour(header.get("behaviour"), tensors.get(_OUTPUTS))
+        behaviour, outputs = None, tensors.get(_OUTPUTS)
+        if header.get("behaviour") is not None and outputs is not None:
+            right = outputs.ndim == 2 and outputs.dtype == torch.float64
+            _expect(right and bool(outputs.isfinite().all()), "behaviour")
+            noted = header["behaviour"]["ranges"]
+            behaviour = Behaviour(tuple((tuple(s), low, high) for s, low, high in noted), outputs)
         overlap = tensors.get(_OVERLAP)
         if overlap is not None:  # inner products of unit vectors
             shape = len(spectra["hessian"]), len(spectra["opg"])
@@ -294,11 +273,22 @@ def read_fields(
     _check_model(path, model, space, header["weights"] if check_weights else None)
     network = Network.capture(model, space, device, dtype, header.get("deterministic", False))
     network = _verified(network, signature, behaviour)
-    if check_weights:
-        _check_function(path, network, signature, behaviour)
+    if check_weights and behaviour is None:
+        warn(
+            f"{path}: expected what the model computes, to compare it with this one, got a file of "
+            "an earlier version, which noted the weights alone. Save the fit again.",
+            ModelWarning,
+        )
+    difference = behaviour.difference(network, signature) if check_weights and behaviour else ""
+    if difference:
+        raise WeightsMismatchError(
+            f"{path} was fitted to a model of the same weights that computes something else: "
+            f"{difference}. Build the model as it was for the fit, with its unsaved buffers and "
+            "plain tensors; or pass check_weights=False to use its curvature with this one."
+        )
     scales = header.get("scales", {})
     spectra = {name: pairs.to(network.device) for name, pairs in spectra.items()}
-    if not _stays_in_files(offload, spectra, memory_budget, network.device):
+    if not _stays_in_files(offload, spectra, memory_budget):
         spectra = {n: replace(pairs, vectors=whole(pairs.vectors)) for n, pairs in spectra.items()}
     return {
         "estimator": header["estimator"],
@@ -322,11 +312,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def _check_header(header: Mapping[str, Any]) -> None:
-    """Refuse a header whose entries are of other kinds than those of a fit.
-
-    Raises:
-        KeyError, ValueError, TypeError, AttributeError: that, or an entry is missing.
-    """
+    """Refuse a header whose entries are missing or of other kinds than those of a fit."""
     parameters, inputs, behaviour = header["parameters"], header["inputs"], header.get("behaviour")
     own = [entry["name"] for entry in parameters]
     given, scales = header["l2"], header.get("scales", {})
@@ -345,7 +331,8 @@ def _check_header(header: Mapping[str, Any]) -> None:
         "scales": set(scales) in (set(), set(own)),
         "l2": all(_is_real(each) and each > 0 for each in [*levels, header.get("level", 1.0)]),
         "inputs": len(types) == len(shapes)
-        and (names is None or (len(names) == len(types) and all(map(_is_argument, names))))
+        and len(types if names is None else names) == len(types)
+        and all(name.isidentifier() and len(name) <= _LONGEST_NAME for name in names or ())
         and all(isinstance(each, str) and each in _TYPES for each in types)
         and all(shape is None or _is_shape(shape) for shape in shapes),
         "behaviour": len(ranges) in (0, len(types))
@@ -358,31 +345,20 @@ def _check_header(header: Mapping[str, Any]) -> None:
         _expect(holds, what)
 
 
-def _is_argument(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME
-
-
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _is_shape(value: Any) -> bool:
-    few = isinstance(value, list) and len(value) <= _MOST_DIMENSIONS
-    return few and all(map(_is_whole, value))
+    return type(value) is list and len(value) <= _MOST_DIMENSIONS and all(map(_is_whole, value))
 
 
 def _is_real(value: Any) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _check_pairs(name: str, pairs: EigenPairs, size: int) -> None:
-    """Refuse eigenpairs that no fit has, whoever computed the digest of their file.
-
-    There are K finite values in descending order, as many unit vectors of `size`, of which some
-    are tested for orthogonality, and bounds of residuals from zero on.
-
-    """
+    """Refuse eigenpairs that no fit has: values, residuals, and lengths and angles of vectors."""
     count, lower = pairs.values.shape[0] if pairs.values.ndim else 0, pairs.smallest.numel()
     _expect(count > 0 and count + lower <= size, f"{name}.values")
     for field in _SMALL:
@@ -397,51 +373,34 @@ def _check_pairs(name: str, pairs: EigenPairs, size: int) -> None:
     vectors, what = pairs.vectors, f"{name}.vectors"
     assert isinstance(vectors, PartedVectors)
     _expect(vectors.shape == (count, size), what)
-    _expect(all(_has_rows(part, count) for part in vectors.parts), what)
+    right = (len(p.rows) == count and p.rows.dtype in DTYPES.values() for p in vectors.parts)
+    _expect(all(right), what)
     some = sorted({k * (count - 1) // (_COMPARED - 1) for k in range(_COMPARED)})
-    squares = torch.zeros(count, dtype=torch.float64)
-    products = torch.zeros(len(some), len(some), dtype=torch.float64)
+    squares, products = torch.zeros(count).double(), torch.zeros(len(some), len(some)).double()
     step = max(1, _AT_ONCE // count)
     for start in range(0, size, step):  # a file of them may be larger than the memory
         rows = vectors.columns(slice(start, start + step))
         squares += torch.linalg.vector_norm(rows, dim=1).double().square()
         products += (rows[some] @ rows[some].T).double()
     slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
-    off = products - products.diag().diag()
-    near = ((squares.sqrt() - 1).abs() < slack).all() & (off.abs() < slack).all()
-    _expect(bool(near), what)  # also where a number is NaN
-
-
-def _has_rows(part: Part, count: int) -> bool:
-    return part.rows.dtype in DTYPES.values() and len(part.rows) == count
-
-
-def _behaviour(raw: dict[str, Any] | None, outputs: Tensor | None) -> Behaviour | None:
-    if raw is None or outputs is None:
-        return None
-    real = outputs.ndim == 2 and outputs.dtype == torch.float64
-    _expect(real and bool(outputs.isfinite().all()), "behaviour")
-    ranges = tuple((tuple(shape), low, high) for shape, low, high in raw["ranges"])
-    return Behaviour(ranges, outputs)
+    off = torch.cat([squares.sqrt() - 1, (products - products.diag().diag()).flatten()])
+    _expect(bool((off.abs() < slack).all()), what)  # nor is it where a number is NaN
 
 
 def _stays_in_files(
-    offload: bool | None,
-    spectra: Mapping[str, EigenPairs],
-    memory_budget: int | None,
-    device: torch.device,
+    offload: bool | None, spectra: Mapping[str, EigenPairs], memory_budget: int | None
 ) -> bool:
     """Return whether eigenvectors stay in their files."""
     if offload is not None:
         if not isinstance(offload, bool):
             raise BadValueError(f"offload: expected None, True or False, got {offload!r}.")
         return offload
+    vectors = [pairs.vectors for pairs in spectra.values()]
+    device = vectors[0].device
     budget = resolve_budget(memory_budget, device)
     if memory_budget is None and device.type == "cpu":  # which the processes of torchrun share
         budget //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    needed = sum(
-        math.prod(pairs.vectors.shape) * pairs.vectors.dtype.itemsize for pairs in spectra.values()
-    )
+    needed = sum(math.prod(each.shape) * each.dtype.itemsize for each in vectors)
     return needed > budget - share(budget, CHUNK)
 
 
@@ -474,23 +433,3 @@ def _verified(network: Network, signature: Signature, behaviour: Behaviour | Non
         if ran_out(error) or isinstance(error, ModelError):
             raise
         return replace(network, given=None)
-
-
-def _check_function(
-    path: Any, network: Network, signature: Signature, behaviour: Behaviour | None
-) -> None:
-    """Refuse a model that computes something else with the same weights."""
-    if behaviour is None:
-        warn(
-            f"{path}: expected what the model computes, to compare it with this one, got a file of "
-            "an earlier version, which noted the weights alone. Save the fit again.",
-            ModelWarning,
-        )
-        return
-    difference = behaviour.difference(network, signature)
-    if difference:
-        raise WeightsMismatchError(
-            f"{path} was fitted to a model of the same weights that computes something else: "
-            f"{difference}. Build the model as it was for the fit, with its unsaved buffers and "
-            "plain tensors; or pass check_weights=False to use its curvature with this one."
-        )

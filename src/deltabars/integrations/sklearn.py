@@ -33,7 +33,6 @@ except ImportError as error:
     raise MissingDependencyError(needed) from error
 
 Builder = Callable[[int, int], nn.Module]
-
 _HIDDEN = 16
 
 
@@ -73,25 +72,21 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         inputs = torch.tensor(X)  # a copy: the array may be read-only
         if self.prefit:
             if not isinstance(self.network, nn.Module):
-                got = type(self.network).__name__
-                raise BadValueError(f"network: expected a trained Module with prefit, got {got}.")
+                raise BadValueError(f"network: expected a trained Module, got {self.network!r}.")
             self.network_ = self.network
         else:
             if not isinstance(self.l2, int | float):
-                raise BadValueError(
-                    f"l2: expected one number for the training, got {type(self.l2).__name__}. "
-                    "Train the network yourself and give prefit=True."
-                )
+                got = f"got {type(self.l2).__name__}. Train it yourself and give prefit=True."
+                raise BadValueError(f"l2: expected one number for the training, {got}")
             self.network_ = self._built(X.shape[1], outputs).double()
             is_real = isinstance(likelihood, Gaussian)
             loss = _half_squares if is_real else nn.functional.cross_entropy
             train_to_convergence(self.network_, inputs, targets, self.l2, self.steps, loss)
         kind = next(self.network_.parameters()).dtype
         data = inputs.to(kind), targets.to(kind) if targets.is_floating_point() else targets
-        options = {"estimator": self.estimator, "rank": self.rank, "params": self.params}
-        self.fit_ = fit_error_bars(
-            self.network_, data, l2=self.l2, likelihood=likelihood, progress=False, **options
-        )
+        options: dict[str, Any] = {"estimator": self.estimator, "rank": self.rank}
+        options |= {"params": self.params, "l2": self.l2, "likelihood": likelihood}
+        self.fit_ = fit_error_bars(self.network_, data, **options, progress=False)
 
     def _built(self, features: int, outputs: int) -> nn.Module:
         """Return a network to train: a copy of the given one, what its function gives, or ours."""
@@ -118,8 +113,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _means(self, X: Any) -> Tensor:
         """Return the predictions without error bars: one pass through the network."""
-        inputs = self._inputs(X)
-        network = self.fit_.network
+        inputs, network = self._inputs(X), self.fit_.network
         with torch.no_grad(), network.evaluation():
             outputs = network.outputs(network.trained, inputs.to(network.device))
         return self.fit_.likelihood.mean(outputs).cpu()
@@ -128,9 +122,8 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
 class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
     """A classifier whose probabilities have error bars.
 
-    Its arguments are those of `DeltaRegressor`, with l2 of mean cross-entropy + (λ/2)·‖ω‖², and the
-    network gives logits. With `prefit=True` its outputs are the classes of `y`, in order. Fitted,
-    it has the DeltaFit `fit_` and the trained `network_`.
+    Its arguments and attributes are those of `DeltaRegressor`, with l2 of mean cross-entropy +
+    (λ/2)·‖ω‖²; the network gives logits of the classes of `y`, in order.
     """
 
     classes_: np.ndarray  # the labels, in the order of the columns
@@ -147,7 +140,7 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels (n,)."""
-        chosen = self._means(X).argmax(1)
+        chosen = self._means(X).argmax(1)  # first: this checks that it is fitted
         return self.classes_[chosen.numpy()]
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -155,7 +148,7 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
         return self._means(X).numpy()
 
     def predict_uncertainty(self, X: Any) -> np.ndarray:
-        """Return one number an input (n,), to rank or to threshold: the score of a Prediction."""
+        """Return the scores (n,), to rank or to threshold."""
         return self.predict_error_bars(X, moderation=None).score.cpu().numpy()
 
 
@@ -191,10 +184,7 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         return tags
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the predictions (n,) or (n, C), as `y` was; with `return_std`, (mean, std).
-
-        The std is that of the prediction, not of a target to come (see `predict_interval`).
-        """
+        """Return the predictions (n,) or (n, C), as `y` was; or (mean, std of the prediction)."""
         if not return_std:
             return self._like_y(self._means(X))
         out = self.predict_error_bars(X)

@@ -54,10 +54,7 @@ class _ScoreMetric(Metric):
     def _collect(self, given: Prediction | Tensor, positive: Any) -> None:
         number = getattr(given, self.number) if isinstance(given, Prediction) else given
         if number is None:
-            raise BadValueError(
-                f"update: expected a prediction with {self.number}, got one without. Predict with "
-                "moderation='sampling' for it."
-            )
+            raise BadValueError(f"update: expected a prediction with {self.number}, got none.")
         kind, shape = getattr(positive, "dtype", None), getattr(positive, "shape", None)
         if kind != torch.bool or number.ndim != 1 or shape != number.shape:
             raise BadValueError(
@@ -78,35 +75,26 @@ class _ErrorMetric(_ScoreMetric):
     """A metric of right and wrong predictions."""
 
     def update(self, prediction: Prediction | Tensor, targets: Tensor) -> None:
-        """Add a batch: a Prediction and the true classes (B,).
-
-        Or scores (B,), and whether the predictions are wrong (B,), of type bool.
-        """
+        """Add a batch: a Prediction and true classes (B,), or scores and wrong or not (bool)."""
         if isinstance(prediction, Prediction):
             label, is_truth = prediction.label, targets.dtype == torch.bool
             shape = None if label is None else tuple(label.shape)
             if label is None or label.ndim != 1 or targets.shape != label.shape or is_truth:
+                got = f"got labels of shape {shape} and targets of shape {tuple(targets.shape)}"
                 raise BadValueError(
-                    "update: expected a prediction of one class an input and true classes, got "
-                    f"labels of shape {shape} and targets of shape {tuple(targets.shape)} and "
-                    f"{targets.dtype}. For others give scores, and whether predictions are wrong."
+                    "update: expected a prediction of one class an input and true classes, "
+                    f"{got} and {targets.dtype}."
                 )
             targets = label.to(targets.device) != targets
         self._collect(prediction, targets)
 
 
 class ErrorAUROC(_ErrorMetric):
-    """The chance that a wrong prediction has a higher score than a right one, ties counting half.
-
-    The area under the ROC curve; NaN where there are none of one kind.
-    """
+    """The chance that a wrong prediction has a higher score than a right one; NaN if undefined."""
 
 
 class AreaUnderRiskCoverage(_ErrorMetric):
-    """The share of wrong predictions among the k most certain ones, averaged over k = 1 … n.
-
-    See `deltabars.metrics.risk_coverage`; NaN before the first input.
-    """
+    """The share of wrong predictions among the k most certain, averaged over k = 1 … n."""
 
     higher_is_better = False
 
@@ -118,14 +106,10 @@ class AreaUnderRiskCoverage(_ErrorMetric):
 
 
 class ScoreSummary(_ErrorMetric):
-    """The mean score of all predictions, of right and of wrong ones, and the AUROC for errors.
-
-    `compute()` gives a dict: `score`, `score_right`, `score_wrong`, `error_auroc`; NaN where there
-    are no such predictions.
-    """
+    """The mean score of all predictions, of right and of wrong ones, and the AUROC for errors."""
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the four numbers, from all batches of all processes."""
+        """Return the four numbers by name; NaN where there are no such predictions."""
         number, wrong = self._collected()
         return {
             "score": number.mean(),
@@ -136,10 +120,7 @@ class ScoreSummary(_ErrorMetric):
 
 
 class ForeignAUROC(_ScoreMetric):
-    """The chance that a foreign (out-of-distribution) input has a higher score than a familiar one.
-
-    The area under the ROC curve; NaN where there are none of one kind.
-    """
+    """The chance that a foreign input has a higher score than a familiar one; NaN if undefined."""
 
     def update(self, prediction: Prediction | Tensor, foreign: Tensor | bool) -> None:
         """Add a batch: a Prediction or scores (B,), and whether inputs are foreign, (B,) or one."""

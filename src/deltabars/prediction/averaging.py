@@ -18,8 +18,7 @@ METHODS = ("auto", "sampling", "probit")
 SAMPLES = 512
 
 _MOST_CLASSES = 100  # averaged by default: the root of V takes C³ operations an input
-_AT_ONCE = {"cpu": 1 << 17}  # numbers drawn, which stay in the cache
-_AT_ONCE_ELSEWHERE = 1 << 26
+_AT_ONCE, _AT_ONCE_ON_GPU = 1 << 17, 1 << 26  # numbers drawn; the CPU's stay in its cache
 
 
 class Moderated(NamedTuple):
@@ -54,7 +53,8 @@ class Moderation:
             mean = self.likelihood.mean(natural / (1 + math.pi / 8 * variance).sqrt())
             return Moderated(mean, self.likelihood.entropy(mean), None)
         noise, roots = self.noise.to(outputs.device), _symmetric_root(covariance)
-        size = max(1, _AT_ONCE.get(outputs.device.type, _AT_ONCE_ELSEWHERE) // noise.numel())
+        most = _AT_ONCE if outputs.device.type == "cpu" else _AT_ONCE_ON_GPU
+        size = max(1, most // noise.numel())
         means, entropies = [], []
         for center, root in zip(natural.split(size), roots.split(size), strict=True):
             # The many samples last: along few classes a processor does one number at a time.
@@ -73,9 +73,10 @@ def choose_moderation(
     """Choose how to average, by the arguments of `DeltaFit.predict`; None for not at all."""
     if method is not None and method not in METHODS:
         raise BadValueError(f"moderation: expected one of {METHODS} or None, got {method!r}.")
-    if not is_whole(samples) or not 1 <= samples <= 2**SobolEngine.MAXBIT:
+    most = SobolEngine.MAXBIT
+    if not is_whole(samples) or not 1 <= samples <= 2**most:
         raise BadValueError(
-            f"samples: expected a whole number from 1 to 2^{SobolEngine.MAXBIT}, got {samples!r}."
+            f"samples: expected a whole number from 1 to 2^{most}, got {samples!r}."
         )
     if not is_whole(seed) or not 0 <= seed < 2**63:
         raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
@@ -109,10 +110,8 @@ def normal_points(count: int, size: int, seed: int) -> Tensor:
 
 
 def _symmetric_root(matrices: Tensor) -> Tensor:
-    """Return the R = Rᵀ ≥ 0 with R R = V for each V ≥ 0 of (B, C, C), singular or not finite.
-
-    It is the one root that varies with V alone: no signs or order of eigenvectors enter.
-    """
+    """Return the R = Rᵀ ≥ 0 with R R = V for each V ≥ 0 of (B, C, C), singular or not finite."""
+    # The one root that varies with V alone: no signs or order of eigenvectors enter.
     finite = matrices.isfinite().all(-1).all(-1)[:, None]
     values, vectors = torch.linalg.eigh(matrices.where(finite[..., None], 0.0))
     values = values.clamp(min=0).where(finite, math.nan)  # negative ones are rounding

@@ -53,7 +53,8 @@ def describe(prediction: Any) -> str:
     table = [_TITLES, *(cells for cells, _, _ in _rows(prediction, _IN_TEXT))]
     widths = [max(len(row[j]) for row in table) for j in range(len(_TITLES))]
     lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in table]
-    return "\n".join([_head(prediction), *lines, *_below(prediction, _IN_TEXT)])
+    head, below = _around(prediction, _IN_TEXT)
+    return "\n".join([head, *lines, *below])
 
 
 def describe_in_html(prediction: Any) -> str:
@@ -62,19 +63,17 @@ def describe_in_html(prediction: Any) -> str:
     ends = [mean + sign * std for _, mean, std in rows for sign in (-1, 1)]
     if prediction.label is not None and all(0 <= mean <= 1 for _, mean, _ in rows):
         ends = [0.0, 1.0]  # probabilities
-    table = html_table(
-        [*_TITLES[:3], "", *_TITLES[3:]],
-        [[*cells[:3], _bar(mean, std, ends), *cells[3:]] for cells, mean, std in rows],
-    )
-    below = "".join(map(paragraph, _below(prediction, _IN_HTML)))
-    return paragraph(_head(prediction)) + table + below
+    drawn = [[*cells[:3], _bar(mean, std, ends), *cells[3:]] for cells, mean, std in rows]
+    table = html_table([*_TITLES[:3], "", *_TITLES[3:]], drawn)
+    head, below = _around(prediction, _IN_HTML)
+    return paragraph(head) + table + "".join(map(paragraph, below))
 
 
 def remarks(prediction: Any) -> list[str]:
     """Return the judgement, its remedy, and what the marks of inputs mean, a line each."""
     lines = [] if prediction.judgement is None else prediction.judgement.lines
-    counts = {name: int(mark.sum()) for name, mark in _marks(prediction).items() if mark.any()}
-    said = "; ".join(f"{count:,} {name}: {_MEANING[name]}" for name, count in counts.items())
+    marks = [(name, int(mark.sum())) for name, mark in _marks(prediction).items() if mark.any()]
+    said = "; ".join(f"{count:,} {name}: {_MEANING[name]}" for name, count in marks)
     return [*lines, f"Marked: {said}."] if said else lines
 
 
@@ -102,24 +101,21 @@ def _rows(prediction: Any, most: int) -> list[tuple[list[str], float, float]]:
     return rows
 
 
-def _head(prediction: Any) -> str:
-    count, outputs = prediction.mean.shape
-    plural = ["" if number == 1 else "s" for number in (count, outputs)]
-    return f"Prediction of {count} input{plural[0]}, {outputs} output{plural[1]}"
-
-
-def _below(prediction: Any, most: int) -> list[str]:
-    left = len(prediction) - most
-    return [*([f"… and {left} more"] if left > 0 else []), *remarks(prediction)]
+def _around(prediction: Any, most: int) -> tuple[str, list[str]]:
+    """Return the line above a table of so many inputs, and those below it."""
+    (count, outputs), left = prediction.mean.shape, len(prediction) - most
+    inputs, outputs = (
+        f"{n} {what}{'s' * (n != 1)}" for n, what in ((count, "input"), (outputs, "output"))
+    )
+    more = [f"… and {left} more"] if left > 0 else []
+    return f"Prediction of {inputs}, {outputs}", [*more, *remarks(prediction)]
 
 
 def _bar(mean: float, std: float, ends: Sequence[float]) -> Drawn:
     """Draw the mean as a dot and its std as a whisker, on the scale from the least of the ends."""
     low, width = min(ends), (max(ends) - min(ends)) or 1.0
-    left, at, right = (
-        round((_WIDTH - 8) * (value - low) / width + 4, 1)
-        for value in (mean - std, mean, mean + std)
-    )
+    values = mean - std, mean, mean + std
+    left, at, right = (round((_WIDTH - 8) * (value - low) / width + 4, 1) for value in values)
     return Drawn(
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" style="vertical-align:middle" '
         f'aria-label="{mean:.4f} ± {std:.4f}"><rect y="3" width="{_WIDTH}" height="8" '
@@ -139,28 +135,22 @@ def axes_or_new(ax: Any) -> Any:
     return pyplot.subplots(layout="constrained")[1] if ax is None else ax
 
 
-def marker_for(count: int) -> str | None:
-    """Return a marker for a curve of so many points: a line needs two."""
-    return "o" if count == 1 else None
-
-
 def draw(prediction: Any, ax: Any = None, targets: Tensor | None = None) -> Any:
     """Draw error bars of all outputs of a few inputs; of many inputs std against mean."""
     shown = prediction.to("cpu")
-    label, count = shown.label, len(shown)
+    label, count, wrong = shown.label, len(shown), None
     if not count:
         raise BadValueError("plot: expected a prediction of one input or more, got none.")
-    wrong = None
     if targets is not None:
         if label is None or label.ndim > 1 or targets.shape != label.shape:
+            got = f"got the shape {tuple(targets.shape)}, or no classes"
             raise BadValueError(
-                f"targets: expected the true class of each of {count} inputs, for a prediction of "
-                f"one class an input, got the shape {tuple(targets.shape)}."
+                f"targets: expected the true class of each of {count} inputs, {got}."
             )
         wrong = label != targets.cpu()
     axes = axes_or_new(ax)
-    inside = bool(((shown.mean >= 0) & (shown.mean <= 1)).all())
-    meaning = "probability" if label is not None and inside else "mean"
+    inside = label is not None and bool(((shown.mean >= 0) & (shown.mean <= 1)).all())
+    meaning = "probability" if inside else "mean"
     if count <= _FEW:
         _draw_bars(axes, shown, wrong)
         axes.set(xlabel="output" if label is None else "class", ylabel=f"{meaning} ± std")
@@ -191,10 +181,10 @@ def _draw_dots(axes: Any, shown: Any, wrong: Tensor | None) -> None:
     axes.scatter(mean[order].numpy(), std[order].numpy(), label=every, **style)
     if label is None or label.ndim > 1 or shown.classes is not None:
         return
-    groups = {"predicted class": torch.ones_like(label, dtype=torch.bool)}
+    groups = [("predicted class", "#0072B2", torch.ones_like(label, dtype=torch.bool))]
     if wrong is not None:
-        groups = {"predicted, right": ~wrong, "predicted, wrong": wrong}
+        groups = [("predicted, right", "#0072B2", ~wrong), ("predicted, wrong", "#E69F00", wrong)]
     x, y = (values.gather(1, label[:, None])[:, 0] for values in (shown.mean, shown.std))
-    for (name, these), color in zip(groups.items(), ("#0072B2", "#E69F00"), strict=False):
+    for name, color, these in groups:
         style = {"s": 12, "color": color, "label": f"{name} ({int(these.sum()):,})"}
         axes.scatter(x[these].numpy(), y[these].numpy(), linewidths=0, **style)

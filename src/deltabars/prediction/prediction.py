@@ -159,17 +159,11 @@ class Prediction:
         return self._map(lambda value: value[index])
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the ends (B, C) of the intervals that targets to come lie in, by output.
-
-        mean ∓ z·total_std, with z the normal quantile of (1 + level)/2; of a regression.
-        """
+        """Return the ends (B, C) of the intervals of a regression's targets: mean ∓ z·total_std."""
         if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
             raise BadValueError(f"level: expected a number between 0 and 1, got {level!r}.")
         if self.total_std is None:
-            raise BadValueError(
-                "interval: expected a prediction of real numbers (a Gaussian likelihood), got one "
-                "of classes, whose targets have no interval. The mean has: mean ± z·std."
-            )
+            raise BadValueError("interval: expected a Gaussian likelihood, got one of classes.")
         half = torch.special.ndtri(torch.tensor((1 + float(level)) / 2, dtype=torch.float64))
         reach = float(half) * self.total_std
         return self.mean - reach, self.mean + reach
@@ -188,8 +182,7 @@ class Prediction:
         """Return the columns of a table: label, score, information, then those of each output.
 
         The `endings` of an output's columns are its number by default, or its index among the
-        classes that were asked for, whose numbers are in `class_0`, …. Without `interval_ends`
-        there is no `score_low`, `std_high_0` and the like.
+        classes asked for (`class_0`, …). Without `interval_ends` there is no `score_low` etc.
         """
         arrays = self.numpy()
         known = [k for k in arrays if interval_ends or not k.endswith(("_low", "_high"))]
@@ -209,8 +202,8 @@ class Prediction:
     def plot(self, ax: Any = None, *, targets: Tensor | None = None) -> Any:
         """Draw up to six inputs' means with their error bars; of more, std against mean.
 
-        Into the matplotlib Axes `ax`, or a new figure; return the Axes. With `targets`, the true
-        classes (B,), right and wrong predictions have colours of their own.
+        Return the matplotlib Axes, `ax` or new ones. With `targets`, the true classes (B,), right
+        and wrong predictions have colours of their own.
         """
         return display.draw(self, ax, targets)
 
@@ -251,8 +244,8 @@ class Evidence:
 class Judgement:
     """What the error bars of a prediction can be read as.
 
-    `"bars"`: standard deviations, as far as can be seen; `"ranking only"`: their order says which
-    inputs are less settled, their size is wrong; `"meaningless"`: not even their order is backed.
+    `"bars"`: standard deviations; `"ranking only"`: their order says which inputs are less settled,
+    their size is wrong; `"meaningless"`: not even their order is backed.
     """
 
     level: str
@@ -270,7 +263,7 @@ class Judgement:
 
     @property
     def plain(self) -> dict[str, str]:
-        """Level, reason and remedy, for JSON."""
+        """The level, reason and remedy, for JSON."""
         return {"level": self.level, "reason": self.reason, "remedy": self.remedy}
 
     @classmethod
@@ -294,12 +287,10 @@ def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
     marked = [mark for mark in (wide, flat) if mark is not None]
     share = float(torch.stack(marked).any(0).double().mean()) if marked and len(prediction) else 0.0
     if share > _SOME:
+        texts = "above what a probability can have", "that vanishes where the softmax saturates"
         parts = [
             f"{float(mark.double().mean()):.0%} of the inputs have an error bar {text}"
-            for mark, text in (
-                (wide, "above what a probability can have"),
-                (flat, "that vanishes where the softmax saturates"),
-            )
+            for mark, text in zip((wide, flat), texts, strict=True)
             if mark is not None and bool(mark.any())
         ]
         reason = f"The weights scatter too far for a first-order answer: {' and '.join(parts)}."
@@ -311,12 +302,10 @@ def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
         found.append((1, reason, remedy))
     bound = mean_bound(prediction)
     if bound > _WIDE:
-        known = (
-            f"With K = {evidence.rank:,} a score is known to ± {bound:.0%} of itself on average."
-        )
+        known = f"a score is known to ± {bound:.0%} of itself on average."
         other = "" if evidence.opg else ", or with the estimator opg"
         remedy = f"Fit with a larger rank, or let it choose itself{other}."
-        found.append((2 if bound > _EMPTY else 1, known, remedy))
+        found.append((1 + (bound > _EMPTY), f"With K = {evidence.rank:,} {known}", remedy))
     if not found:
         reason = "Nothing speaks against reading the error bars as standard deviations."
         return Judgement(LEVELS[0], reason, "", evidence)

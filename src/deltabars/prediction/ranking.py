@@ -21,7 +21,7 @@ def least_certain(prediction: Prediction, count: int) -> Tensor:
     return _first(prediction, count, most_certain=False)
 
 
-def _first(prediction: Prediction, count: int, *, most_certain: bool) -> Tensor:
+def _first(prediction: Prediction, count: int, most_certain: bool) -> Tensor:
     if not 1 <= count <= len(prediction):
         raise BadValueError(f"count: expected 1 to {len(prediction)}, got {count}.")
     return ranked(prediction, count, most_certain=most_certain)
@@ -40,13 +40,11 @@ def ranked(
     """Return the indices (n,) of the inputs to look at first, at most `count` of them.
 
     Args:
-        prediction: B inputs.
         count: how many; with `per_class`, of each predicted class, one class after the other.
         by: `"score"`, `"mutual_information"` or `"entropy"`, the highest first; `"probability"` of
             the predicted class or `"target"`, the probability of the target, the lowest first.
         targets: class numbers (B,), for `"target"` and `wrong`.
         most_certain: the other end of the order.
-        per_class: so many of each predicted class.
         wrong: only inputs whose predicted class is not the target.
 
     Example:
@@ -77,10 +75,7 @@ def ranked(
 
 
 def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor:
-    """Return the probability (B,) that each input's own target has; NaN where it is no class.
-
-    Of one output with yes or no as targets, it is that of the answer.
-    """
+    """Return the probability (B,) of each input's own target, or answer; NaN if it is no class."""
     labels, mean = prediction.label, prediction.mean
     if targets is not None and labels is not None and labels.shape == (len(mean), 1):
         yes = targets.reshape(-1).to(mean)
@@ -88,7 +83,7 @@ def target_probability(prediction: Prediction, targets: Tensor | None) -> Tensor
     if targets is None or targets.ndim != 1 or prediction.classes is not None:
         raise BadValueError(
             "by: expected class numbers as targets, and the probabilities of all classes, for "
-            "'target', got data without them. Choose another order."
+            "'target', got data without them."
         )
     last = mean.shape[1] - 1
     found = mean.gather(1, targets.clamp(0, last)[:, None])[:, 0]
@@ -99,9 +94,7 @@ def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     if by not in CRITERIA:
         raise BadValueError(f"by: expected one of {CRITERIA}, got {by!r}.")
     if by != "score" and prediction.total_std is not None:
-        raise BadValueError(
-            f"by: expected 'score' for a regression, which has no probabilities, got {by!r}."
-        )
+        raise BadValueError(f"by: expected 'score' for a regression, got {by!r}.")
     if by == "probability":
         return -prediction.mean.amax(1)
     if by == "target":
@@ -109,7 +102,6 @@ def _doubt(prediction: Prediction, by: str, targets: Tensor | None) -> Tensor:
     value: Tensor | None = getattr(prediction, by)
     if value is None:
         raise BadValueError(
-            f"by: expected a prediction with {by}, got one without (it is computed for all of up "
-            "to 100 classes). Choose another order."
+            f"by: expected a prediction with {by} (computed for up to 100 classes), got none."
         )
     return value

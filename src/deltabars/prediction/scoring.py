@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,35 +70,24 @@ def choose_classes(asked: Any, num_outputs: int, likelihood: Likelihood) -> Clas
 
 @dataclass(frozen=True)
 class Scorer:
-    """What turns inputs into predictions with error bars.
-
-    Attributes:
-        signature: of the inputs that the network was fitted with.
-        bases: eigenvectors (K, P) by matrix.
-        covariances: by the name under which their predictions are returned.
-        space, bound, with_covariance: as for `DeltaFit.predict`.
-        classes: which outputs are wanted; all if None.
-        moderation: how predictions are averaged over the parameters; not at all if None.
-        memory_budget: bytes to stay within; half of the free memory if None.
-    """
+    """What turns inputs into predictions with error bars."""
 
     pullback: Pullback
     likelihood: Likelihood
-    signature: Signature
-    bases: Mapping[str, Basis]
-    covariances: Mapping[str, Covariance]
-    space: str
+    signature: Signature  # of the inputs that the network was fitted with
+    bases: Mapping[str, Basis]  # eigenvectors (K, P) by matrix
+    covariances: Mapping[str, Covariance]  # by the names of the predictions returned
+    space: str  # this and the next two as for `DeltaFit.predict`
     bound: str
     with_covariance: bool
-    classes: Classes | None
-    moderation: Moderation | None
-    memory_budget: int | None
+    classes: Classes | None  # which outputs are wanted; all if None
+    moderation: Moderation | None  # how predictions are averaged; not at all if None
+    memory_budget: int | None  # bytes to stay within; half of the free memory if None
 
     def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> Found:
         """Predict with every covariance; F and its projections are computed once."""
         parts: list[Found] = []
-        total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
-        done = 0
+        done, total = 0, len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         with Progress("Predicting", total, "input", progress) as bar:
             for found in self._parts(inputs, chunk_size):
                 parts.append(found)
@@ -118,18 +108,11 @@ class Scorer:
             yield from size.each([batch], self._predict_chunk)
 
     def _in_step(self, batches: Iterator[Batch], given: int | None) -> Iterator[Found]:
-        """Predict where processes share the eigenvectors, whose columns all ask for at once.
-
-        Each predicts its own inputs. One that has no more repeats its last chunk for as long as any
-        other has some.
-        """
+        """Predict on processes that share the eigenvectors: one without inputs repeats its last."""
         sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
         group = sharded[0].space.group
-        chunks = (
-            chunk
-            for batch in batches
-            for chunk in batch.split(given or self._choose_chunk_size(batch))
-        )
+        parts = (batch.split(given or self._choose_chunk_size(batch)) for batch in batches)
+        chunks = chain.from_iterable(parts)
         chunk = last = next(chunks, None)
         while any(group.gather_objects(chunk is not None)):
             if last is None:
@@ -142,20 +125,14 @@ class Scorer:
 
     def _predict_chunk(self, chunk: Batch) -> Found:
         with self._network.evaluation(), model_errors():
-            outputs, sensitivity = sensitivities(
-                self.pullback,
-                self.likelihood,
-                chunk.inputs,
-                self.bases,
-                self.space,
-                classes=self.classes,
-                with_gram=self._with_gram,
-            )
+            given = self.pullback, self.likelihood, chunk.inputs, self.bases, self.space
+            wanted: dict[str, Any] = {"classes": self.classes, "with_gram": self._with_gram}
+            outputs, sensitivity = sensitivities(*given, **wanted)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        predictions = {}
+        predictions, label = {}, self.likelihood.label(self.likelihood.mean(outputs))
+        parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
         for name, covariance in self.covariances.items():
-            parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
             spread, moderated = covariance.spread(*parts), None
             if self.moderation is not None:
                 assert spread.covariance is not None
@@ -163,7 +140,7 @@ class Scorer:
             predictions[name] = Prediction.compute(
                 sensitivity.value,
                 spread.scaled(sensitivity.slope),
-                self.likelihood.label(self.likelihood.mean(outputs)),
+                label,
                 self.likelihood.target_noise,
                 bound=self.bound,
                 with_covariance=self.with_covariance,
@@ -187,10 +164,8 @@ class Scorer:
         projected = _COPIES * columns * torch.float64.itemsize
         # Cotangents are rows of as many numbers as there are outputs.
         each = 2 * found.activations + 2 * found.outputs * size + projected
-        budget, device = (
-            resolve_budget(self.memory_budget, self._network.device),
-            self._network.device,
-        )
+        device = self._network.device
+        budget = resolve_budget(self.memory_budget, device)
         return chunk_within(budget, found.count * each + numbers, _LARGEST_CHUNK, device)
 
     @property
@@ -213,10 +188,7 @@ def read_inputs(inputs: Any, signature: Signature, network: Network) -> Iterator
         for leaf in leaves(batch.inputs):
             if leaf.device.type not in ("cpu", own.type):
                 known = "the CPU" if own.type == "cpu" else f"{own} or the CPU"
-                raise DataError(
-                    f"Inputs: expected tensors on {known}, got {leaf.device}. Move them with "
-                    ".to(…)."
-                )
+                raise DataError(f"Inputs: expected tensors on {known}, got {leaf.device}.")
             if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
                 raise DataError("Inputs: expected finite values, got NaN or infinity.")
         yield batch.to(own, network.dtype)

@@ -66,16 +66,10 @@ def run_demo(picture: Path, *, report: Path | None = None, progress: bool = True
     result = DemoResult(norm, train_accuracy, accuracy, fits, predictions, right, seconds)
     _draw(picture, digits, predictions["sandwich"])
     if report is not None:
-        save_report(
-            report,
-            fits["ggn"],
-            test,
-            targets=digits.test_labels,
-            prediction=predictions["ggn"],
-            title="Handwritten digits: which predictions to trust",
-            data="test scans",
-            progress=progress,
-        )
+        title = "Handwritten digits: which predictions to trust"
+        known = {"targets": digits.test_labels, "prediction": predictions["ggn"]}
+        words: dict[str, Any] = {"title": title, "data": "test scans", "progress": progress}
+        save_report(report, fits["ggn"], test, **known, **words)
     return result
 
 
@@ -91,13 +85,10 @@ def describe(result: DemoResult) -> str:
         f"eigenpairs K      {sandwich.rank:,}",
         f"λ                 {sandwich.l2:g}",
     ]
-    spectra = {**sandwich.spectra, **ggn.spectra}
-    for name, pairs in spectra.items():
-        lines.append(
-            f"{'λ_K of ' + name:<18}{float(pairs.values[-1]):.5f} "
-            f"(largest {float(pairs.values[0]):.3f}, residuals up to "
-            f"{float(pairs.residuals.max()):.0e})"
-        )
+    for name, pairs in {**sandwich.spectra, **ggn.spectra}.items():
+        first, last, worst = (float(x) for x in (*pairs.values[[0, -1]], pairs.residuals.max()))
+        ends = f"{last:.5f} (largest {first:.3f}, residuals up to {worst:.0e})"
+        lines.append(f"{'λ_K of ' + name:<18}{ends}")
     lines += ["", "mean score of test predictions   right    wrong    its own error (mean)"]
     for name, prediction in result.predictions.items():
         scores = prediction.score
@@ -107,9 +98,8 @@ def describe(result: DemoResult) -> str:
     lines += ["", "std of one estimator on another  R²       intercept   slope"]
     for x, y in (("hessian", "opg"), ("hessian", "sandwich"), ("opg", "sandwich")):
         line = regression(result.predictions[x].std, result.predictions[y].std)
-        lines.append(
-            f"  {x + ' → ' + y:<30}{line.r2:>8.4f} {line.intercept:>10.5f} {line.slope:>9.4f}"
-        )
+        numbers = f"{line.r2:>8.4f} {line.intercept:>10.5f} {line.slope:>9.4f}"
+        lines.append(f"  {x + ' → ' + y:<30}{numbers}")
     lines += ["", "seconds"]
     lines += [f"  {name:<30}{value:>8.2f}" for name, value in result.seconds.items()]
     return "\n".join(lines)
@@ -126,9 +116,8 @@ def _draw(path: Path, digits: Digits, prediction: Prediction) -> None:
             assert prediction.label is not None
             label, truth = int(prediction.label[index]), int(digits.test_labels[index])
             mean, std = (float(part[index, label]) for part in (prediction.mean, prediction.std))
-            captions.append(
-                f"{label}{'' if label == truth else f' (is {truth})'}\n"
-                f"{mean:.2f} ± {std:.2f}\nscore {float(prediction.score[index]):.3g}"
-            )
+            name = f"{label}{'' if label == truth else f' (is {truth})'}"
+            score = f"score {float(prediction.score[index]):.3g}"
+            captions.append(f"{name}\n{mean:.2f} ± {std:.2f}\n{score}")
         rows.append(Row(title, digits.test_images[indices, 0], captions))
     save_gallery(path, "Test digits by the score of the sandwich estimator", rows)

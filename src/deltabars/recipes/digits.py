@@ -54,10 +54,7 @@ def digits_network(seed: int = 0) -> nn.Module:
 def trained_digits(
     seed: int = 0, steps: int = 100
 ) -> tuple[Digits, nn.Module, tuple[Tensor, Tensor]]:
-    """Return the digits, their network after some steps of training, and its training data.
-
-    A process trains once; the network is a new one each time.
-    """
+    """Return the digits, a network of theirs, trained once a process, and its training data."""
     digits, model = load_digits(seed), digits_network(seed)
     model.load_state_dict(_trained(seed, steps))
     return digits, model.eval(), (digits.train_images, digits.train_labels)

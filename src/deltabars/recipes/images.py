@@ -33,10 +33,8 @@ def read_mnist(
 ) -> tuple[Tensor, Tensor]:
     """Read MNIST's scans (n, 1, 28, 28) with pixels in [0, 1], and their classes (n,).
 
-    Args:
-        folder: holds the idx files as they are downloaded, plain or gzipped.
-        part: `"train"` (60,000 scans) or `"test"` (10,000).
-        count: how many, from the first on; all by default.
+    The folder holds the idx files as they are downloaded, plain or gzipped; the part is `"train"`
+    or `"test"`. All, or the first `count`, are read.
     """
     _check_part(part)
     parts = []
@@ -50,10 +48,8 @@ def read_mnist(
         parts.append(read_idx(path if path.is_file() else zipped, count))
     images, labels = parts
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-        raise DataError(
-            f"MNIST: expected n images of two dimensions and n labels, got shapes "
-            f"{tuple(images.shape)} and {tuple(labels.shape)} in {folder}."
-        )
+        got = f"{tuple(images.shape)} and {tuple(labels.shape)} in {folder}"
+        raise DataError(f"MNIST: expected n images of two dimensions and n labels, got {got}.")
     _check_classes("MNIST", labels, folder)
     return images[:, None].float().div_(255), labels.long()
 
@@ -68,10 +64,8 @@ def read_cifar10(
         with _opened(Path(folder) / name, "CIFAR-10", "a binary batch") as file:
             content = np.fromfile(file, dtype=np.uint8)
         if not len(content) or len(content) % _CIFAR10_RECORD:
-            raise DataError(
-                f"CIFAR-10: expected records of {_CIFAR10_RECORD} bytes (a label and 32×32×3 "
-                f"pixels), got {len(content)} bytes in {folder}/{name}, not a whole number."
-            )
+            got = f"got {len(content)} bytes in {folder}/{name}, not a whole number of them"
+            raise DataError(f"CIFAR-10: expected records of {_CIFAR10_RECORD} bytes, {got}.")
         batches.append(torch.from_numpy(content.reshape(-1, _CIFAR10_RECORD)))
         _check_classes("CIFAR-10", batches[-1][:, 0], Path(folder) / name)
     records = _first(torch.cat(batches), count, folder)  # (n, 3073)
@@ -94,28 +88,22 @@ def _items(file: Any, path: Path, most: int) -> Tensor:
     """Read the items of a file of no more than so many bytes."""
     head = file.read(4)
     if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
-        raise DataError(
-            f"idx file: expected the magic number of an idx file of bytes (00 00 08 and the "
-            f"dimensions), got {head.hex(' ') or 'an empty file'} in {path}."
-        )
+        got = f"got {head.hex(' ') or 'an empty file'} in {path}"
+        raise DataError(f"idx file: expected to begin with 00 00 08 and the dimensions, {got}.")
     lengths = file.read(4 * head[3])
     if len(lengths) < 4 * head[3]:
         raise DataError(f"idx file: expected {head[3]} dimensions, got {path} cut short.")
     shape = np.frombuffer(lengths, dtype=">u4").tolist()
     size = math.prod(shape)
     if size > most:
-        raise DataError(
-            f"idx file: expected {size} bytes after the header, got {path}, which has fewer (or "
-            f"unpacks to more than {MOST_TIMES} times its length: unpack it with gunzip)."
-        )
+        fewer = f"fewer (or unpacks to more than {MOST_TIMES} times its length: use gunzip)"
+        raise DataError(f"idx file: expected {size} bytes after the header, {path} has {fewer}.")
     items = np.empty(size, dtype=np.uint8)
     got = file.readinto(items)
     rest = file.read(1)
     if got < size or rest:
-        raise DataError(
-            f"idx file: expected {size} bytes after the header, got {'more' if rest else got} in "
-            f"{path}."
-        )
+        much = f"got {'more' if rest else got} in {path}"
+        raise DataError(f"idx file: expected {size} bytes after the header, {much}.")
     return torch.from_numpy(items.reshape(shape))
 
 

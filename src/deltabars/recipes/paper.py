@@ -121,10 +121,7 @@ def blank_network(recipe: Recipe) -> PaperNetwork:
 
 
 def paper_network(seed: int = 0, recipe: Recipe = MNIST) -> PaperNetwork:
-    """Return the network before training: weights from N(0, 1), biases zero.
-
-    Weights are drawn on the CPU, so that a seed means the same weights on every device.
-    """
+    """Return the network before training: weights from N(0, 1), drawn on the CPU; biases zero."""
     network = blank_network(recipe).train()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -140,9 +137,6 @@ def load_weights(path: Path, recipe: Recipe = MNIST) -> PaperNetwork:
     """Return the network with the weights of an .npz file: an array for each parameter, by name.
 
     Scalars in the file, such as the seconds of a training, are ignored.
-
-    Raises:
-        ModelError: the file is missing, is not such a file, or holds other arrays.
     """
     arrays = read_arrays(path, "Weights", ModelError)
     arrays = {name: value for name, value in arrays.items() if value.ndim}

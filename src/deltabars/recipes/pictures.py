@@ -77,9 +77,8 @@ def _uncertainty(experiment: Experiment) -> Content:
     found = _tensors(experiment.predictions("test"))
     mean, label = found["mean"], found["label"]
     right = label == experiment.data["test"][1]
-    panels = [
-        Panel(title, mean, found[f"{name}_std"], label, right) for name, title in _NAMES.items()
-    ]
+    stds = [(title, found[f"{name}_std"]) for name, title in _NAMES.items()]
+    panels = [Panel(title, mean, std, label, right) for title, std in stds]
     return panels, _at_rank(experiment)
 
 

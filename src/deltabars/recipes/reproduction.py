@@ -95,23 +95,17 @@ class Experiment:
         self.device, self.data, checksum = options.device, {}, 0
         for part, count in zip(PARTS, (size.train_images, size.test_images), strict=True):
             images, labels = self.data[part] = recipe.read(options.data, part, count)
-            expected = (recipe.channels, recipe.side, recipe.side)
-            if tuple(images.shape[1:]) != expected:
-                raise BadValueError(
-                    f"--data: expected images of {expected}, got {tuple(images.shape[1:])}."
-                )
+            expected, got = (recipe.channels, recipe.side, recipe.side), tuple(images.shape[1:])
+            if got != expected:
+                raise BadValueError(f"--data: expected images of {expected}, got {got}.")
             for tensor in (images, labels):
                 checksum = zlib.crc32(tensor.contiguous().numpy().data.cast("B"), checksum)
         own, weights = self._main_size(), options.weights
+        kind = "trained here" if weights is None else weights_fingerprint(weights)
         identity = {
-            "recipe": recipe.name,
-            "size": own.pop("name"),
-            **own,
-            "seed": options.seed,
-            "weights": "trained here" if weights is None else weights_fingerprint(weights),
-            "deterministic": options.deterministic,
-            "data": f"{checksum:08x}",
-        }
+            "recipe": recipe.name, "size": own.pop("name"), **own, "seed": options.seed,
+            "weights": kind, "deterministic": options.deterministic, "data": f"{checksum:08x}",
+        }  # fmt: skip
         self.stages = Stages(options.out / "stages", identity, say, options.fresh)
 
     def _main_size(self) -> dict[str, Any]:
@@ -131,27 +125,15 @@ class Experiment:
         with torch.no_grad():
             for parameter in (each for network in start for each in network.parameters()):
                 parameter.mul_(size.sigma)
-        return train(
-            [network.to(self.device) for network in start],
-            *self.data["train"],
-            steps=size.steps,
-            schedule=size.schedule,
-            rows=rows,
-            progress=self.options.progress,
-        )
+        networks = [network.to(self.device) for network in start]
+        how: dict[str, Any] = {"steps": size.steps, "schedule": size.schedule, "rows": rows}
+        return train(networks, *self.data["train"], **how, progress=self.options.progress)
 
     def fit_of(self, network: PaperNetwork, estimator: str, rank: int) -> DeltaFit:
         """Fit a trained network."""
-        return fit(
-            network.to(self.device),
-            self.data["train"],
-            l2=L2,
-            estimator=estimator,
-            rank=rank,
-            seed=self.options.seed,
-            memory_budget=self.memory_budget,
-            progress=self.options.progress,
-        )
+        options: dict[str, Any] = {"seed": self.options.seed, "memory_budget": self.memory_budget}
+        options |= {"estimator": estimator, "rank": rank, "progress": self.options.progress}
+        return fit(network.to(self.device), self.data["train"], l2=L2, **options)
 
     @stage
     def weights(self) -> Arrays:
@@ -181,8 +163,7 @@ class Experiment:
     @stage
     def spectra(self) -> Arrays:
         """Return the eigenvalues of the main network, and the diagnostics of its fit as JSON."""
-        is_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if is_gpu else "CPU"
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         made_by = (VERSION, str(torch.__version__), platform.python_version(), device)
         notes = {**self.fit.diagnostics, **dict(zip(_VERSIONS, made_by, strict=True))}
         arrays = {"diagnostics": np.array(json.dumps(notes))}
@@ -230,13 +211,12 @@ class Experiment:
         full = [self.fit.predict(images, rank=rank, bound="paper", **options) for rank in ranks]
         low = [self.fit.predict(images, rank=rank, full_rank=False, **options) for rank in ranks]
         scores = torch.stack([each.score for each in full], dim=1)  # (1 + n, R)
-        return {
-            "image": image.numpy(),
+        arrays = _arrays({"image": image, "full": scores[0], "references": scores[1:]})
+        return arrays | {
             "ranks": np.array(ranks),
             "full_low": np.array([float(each.score_low[0]) for each in full]),
             "full_high": np.array([float(each.score_high[0]) for each in full]),
             "low_rank": np.array([float(each.score[0]) for each in low]),
-            **_arrays({"full": scores[0], "references": scores[1:]}),
         }
 
     @stage
@@ -345,8 +325,8 @@ class Experiment:
             "foreign": summary.of_foreign(self.foreign()),
             "initialisations": summary.of_initialisations(self.initialisations()),
         }
-        own = {name: self.predictions("test")[f"{name}_std"] for name in ESTIMATORS}
-        size = self.size
+        size, predictions = self.size, self.predictions("test")
+        own = {name: predictions[f"{name}_std"] for name in ESTIMATORS}
         if size.bootstrap:
             results["bootstrap"] = {}
             for initial in INITIAL_WEIGHTS:

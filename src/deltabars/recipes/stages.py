@@ -38,10 +38,8 @@ class Stages:
         path = folder / "run.json"
         try:
             if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
-                raise BadValueError(
-                    f"--out: expected a new folder or one of a run, got one with other files in "
-                    f"{folder}. Name another folder."
-                )
+                got = f"got one with other files in {folder}. Name another folder."
+                raise BadValueError(f"--out: expected a new folder or one of a run, {got}")
             if fresh and folder.is_dir():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)

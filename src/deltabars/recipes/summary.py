@@ -87,9 +87,10 @@ def of_spectra(spectra: Arrays, diagnostics: Mapping[str, Any]) -> dict[str, Any
     return {"eigenvalues": values, "solvers": solvers, "effective_parameters": effective}
 
 
-def of_predictions(
-    predictions: Arrays, labels: np.ndarray
-) -> tuple[dict[str, Any], dict[str, Any]]:
+Numbers = dict[str, Any]
+
+
+def of_predictions(predictions: Arrays, labels: np.ndarray) -> tuple[Numbers, Numbers]:
     """Return the line of each of PAIRS, and mean scores of all, right and wrong predictions."""
     right, lines, scores = predictions["label"] == labels, {}, {}
     for x, y in PAIRS:
@@ -98,15 +99,10 @@ def of_predictions(
     for name in ESTIMATORS:
         score = predictions[f"{name}_score"].astype(np.float64)
         some = score > 0  # a saturated softmax has no derivative, and no score
-        groups = {
-            "mean": score,
-            "true_positives": score[right],
-            "false_positives": score[~right],
-            "mean_relative_error": predictions[f"{name}_score_error"][some] / score[some],
-        }
-        scores[name] = {
-            key: float(each.mean()) if len(each) else None for key, each in groups.items()
-        }
+        errors = predictions[f"{name}_score_error"][some] / score[some]
+        keys = "mean", "true_positives", "false_positives", "mean_relative_error"
+        groups = zip(keys, (score, score[right], score[~right], errors), strict=True)
+        scores[name] = {key: float(each.mean()) if len(each) else None for key, each in groups}
     return lines, scores
 
 
@@ -130,12 +126,9 @@ def of_initialisations(found: Sequence[Arrays]) -> dict[str, Any]:
 
 def of_ensemble(found: Arrays) -> dict[str, float]:
     """Return how well the networks of an ensemble do, and what they took."""
-    return {
-        "mean_accuracy": float(found["accuracy"].mean()),
-        "least_accuracy": float(found["accuracy"].min()),
-        "seconds": float(found[SECONDS]),
-        "networks": len(found["accuracy"]),
-    }
+    each, seconds = found["accuracy"], float(found[SECONDS])
+    rates = {"mean_accuracy": float(each.mean()), "least_accuracy": float(each.min())}
+    return rates | {"seconds": seconds, "networks": len(each)}
 
 
 def line(own: np.ndarray, other: np.ndarray) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,6 @@ def train(
         images, labels: (N, channels, side, side) and (N,).
         schedule: the learning rate from a step on: (step, rate) pairs, the first for step 0.
         rows: the indices (M, N) of each network's examples, such as a bootstrap's; all by default.
-
-    Returns:
-        The trained networks in eval mode, after M·steps·100 gradients.
     """
     first = [step for step, _ in schedule]
     if steps < 1 or first[:1] != [0] or first != sorted(set(first)):
@@ -64,9 +62,8 @@ def train(
     rate, cursor = torch.zeros((), device=device), torch.zeros((), dtype=torch.long, device=device)
     offsets = torch.arange(BATCH, device=device)
     on_gpu = device.type == "cuda"
-    adam = torch.optim.Adam(
-        weights.values(), lr=rate, weight_decay=L2, fused=True, capturable=on_gpu
-    )
+    options: dict[str, Any] = {"weight_decay": L2, "fused": True, "capturable": on_gpu}
+    adam = torch.optim.Adam(weights.values(), lr=rate, **options)
 
     def loss(own: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(start[0], own, (inputs,)), targets)

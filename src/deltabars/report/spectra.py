@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from deltabars.errors import BadValueError
 from deltabars.fitting.tuning import Tuning
 from deltabars.report import style
 
@@ -48,16 +47,8 @@ def save_spectra(
 
     Magnitudes against the index: a thin line a network, and a thick one for their mean over the
     indices that all of them have. A horizontal line is λ; a vertical one shows where eigenvalues
-    turn negative, the mean over the networks in whose ends that is seen. The smallest eigenvalue
-    has the index P.
+    turn negative, the mean over the networks in whose ends that is seen.
     """
-    for spectrum in spectra:
-        counts = len(spectrum.largest), len(spectrum.smallest)
-        if not 0 < counts[0] == counts[1]:
-            raise BadValueError(
-                f"{spectrum.name}: expected the largest and the smallest eigenvalues of one "
-                f"network or more, got {counts[0]} and {counts[1]}."
-            )
     ends = [
         (spectrum.name, [tail.double().numpy() for tail in tails], is_upper)
         for spectrum in spectra
@@ -118,10 +109,7 @@ _SHOWN = 50.0  # nats below the best that are drawn, and the width of its interv
 
 @style.house_style()
 def save_tuning(path: str | os.PathLike[str], tuning: Tuning) -> Figure:
-    """Draw the log marginal likelihood with its interval, or the validation loss, against λ.
-
-    The best λ and the fitted one are marked. What lies far below the best is cut off.
-    """
+    """Draw the log marginal likelihood with its interval, or the validation loss, against λ."""
     figure = style.new_figure(4.6, 3.2)
     axes = figure.subplots()
     levels, values, fitted = tuning.levels.numpy(), tuning.values.numpy(), tuning.fitted_level

@@ -32,22 +32,14 @@ REFERENCE = "#000000"
 FAINT = "#A6A6A6"
 
 _SETTINGS: dict[str, Any] = {
-    "font.size": 8,
-    "figure.titlesize": 10,
-    "axes.titlesize": 9,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "legend.handlelength": 1.8,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    "font.size": 8, "figure.titlesize": 10, "axes.titlesize": 9, "axes.labelsize": 8,
+    "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 7, "legend.frameon": False, "legend.handlelength": 1.8,
+    "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False,
     "lines.linewidth": 1.3,
     "pdf.fonttype": 42,  # text stays text, which journals ask for
     "svg.hashsalt": "deltabars",  # else names inside the file are random
-}
+}  # fmt: skip
 
 # Without these entries two equal pictures would differ by a date or by matplotlib's version.
 _METADATA: dict[str, dict[str, str | None]] = {
@@ -105,18 +97,13 @@ _GRID = 101
 def smooth(x: Tensor, y: Tensor, grid: Tensor, bandwidth: float) -> Tensor:
     """Compute the local-linear regression of y on x with a Gaussian kernel, in float64.
 
-    At each grid point t the value is a of the line that minimises
+    At each point t of the grid (g,) the value is a of the line that minimises
 
         Σₙ wₙ (yₙ − a − b dₙ)²        dₙ = (xₙ − t)/bandwidth,  wₙ = exp(−dₙ²/2)
 
     which is a = (S₂T₀ − S₁T₁)/(S₀S₂ − S₁²) with Sⱼ = Σ wₙdₙʲ and Tⱼ = Σ wₙdₙʲyₙ. It is NaN where
-    fewer than three points lie within a bandwidth of t, or all have the same x.
-
-    Args:
-        x: (n,).
-        y: (n,), or (R, n): R curves over the same x, which share the weights.
-        grid: (g,), where the curve is wanted; the result is (g,), or (R, g).
-        bandwidth: the kernel's standard deviation, in the units of x.
+    fewer than three points lie within a bandwidth of t, or all have the same x. x is (n,); y is
+    (n,), or (R, n) of R curves over the same x; the result is (g,), or (R, g).
     """
     rows = y if y.ndim == 2 else y[None]
     t = grid.double()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,14 +35,12 @@ class Panel:
 
 
 @style.house_style()
-def save_uncertainty(
-    path: str | os.PathLike[str], panels: Sequence[Panel], title: str = ""
-) -> Figure:
+def save_uncertainty(path: Path, panels: Sequence[Panel], title: str = "") -> Figure:
     """Draw std against probability, a panel an estimator (the paper's Figure 5).
 
-    Grey dots are all n·C pairs of a probability and its std, or a sample of 100,000. The curves are
-    local-linear regressions over the predicted class's pairs, of right predictions (true positives)
-    and of wrong ones (false positives), where there are enough predictions nearby.
+    Grey dots are pairs of a probability and its std, 100,000 at most. The curves are local-linear
+    regressions over the predicted class's pairs, of right predictions (true positives) and of wrong
+    ones (false positives), where there are enough nearby.
     """
     figure = style.new_figure(style.PAGE, 2.7)
     figure.suptitle(title)
@@ -75,8 +73,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set(title=panel.title, xlabel=f"probability ({right:,} true, {wrong:,} false positives)")
 
 
-_IN_A_ROW = 3
-_CELLS = 50  # across a panel
+_IN_A_ROW, _CELLS = 3, 50  # panels; cells across one
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,7 @@ class Comparison:
 
 
 @style.house_style()
-def save_comparisons(
-    path: str | os.PathLike[str], panels: Sequence[Comparison], title: str = ""
-) -> Figure:
+def save_comparisons(path: Path, panels: Sequence[Comparison], title: str = "") -> Figure:
     """Draw how many pairs lie where, with the regression line and the identity, a panel each.
 
     Cells are coloured by the logarithm of their counts, on one scale for all panels. Both axes of
@@ -107,14 +102,13 @@ def save_comparisons(
 
     columns = 2 if len(panels) == 4 else min(len(panels), _IN_A_ROW)
     rows = -(-len(panels) // columns)
-    figure = style.new_figure(
-        min(style.PAGE, 0.9 + 2.4 * columns), 2.35 * rows + 0.55, "compressed"
-    )
+    width = min(style.PAGE, 0.9 + 2.4 * columns)
+    figure = style.new_figure(width, 2.35 * rows + 0.55, "compressed")
     figure.suptitle(title)
-    places = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for unused in places[len(panels) :]:
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
+    places = every[: len(panels)]
+    for unused in every[len(panels) :]:
         unused.remove()
-    del places[len(panels) :]
     cells = [_draw_comparison(axes, panel) for axes, panel in zip(places, panels, strict=True)]
     # The palest blues could not be told from the paper.
     shades = ListedColormap(colormaps["Blues"](np.linspace(0.25, 1, 256)))
@@ -136,9 +130,8 @@ def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
     ends = low, high + 0.02 * (high - low)
     where: dict[str, Any] = {"gridsize": _CELLS, "extent": (*ends, *ends), "mincnt": 1}
     cells = axes.hexbin(x, y, linewidths=0, rasterized=True, **where)
-    axes.axline(
-        (0, 0), slope=1, color=style.REFERENCE, linestyle=":", linewidth=0.9, label="identity"
-    )
+    thin: dict[str, Any] = {"color": style.REFERENCE, "linestyle": ":", "linewidth": 0.9}
+    axes.axline((0, 0), slope=1, label="identity", **thin)
     if not math.isnan(panel.slope):
         line: dict[str, Any] = {"color": style.REGRESSION, "linewidth": 1.2, "label": "regression"}
         axes.axline((0, panel.intercept), slope=panel.slope, **line)
@@ -150,24 +143,16 @@ def _draw_comparison(axes: Axes, panel: Comparison) -> PolyCollection:
         axes.text(across, up, numbers.replace("-", "−"), **at)
     axes.set(xlim=ends, ylim=ends, aspect="equal", title=panel.title)
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4))
     return cells
 
 
 @style.house_style()
 def save_surfaces(
-    path: str | os.PathLike[str],
-    ranks: Tensor,
-    grid: Tensor,
-    std: Tensor,
-    error: Tensor,
-    title: str,
+    path: Path, ranks: Tensor, grid: Tensor, std: Tensor, error: Tensor, title: str
 ) -> Figure:
-    """Draw smoothed std (R, g) and its error over K (R,) and probability (g,), as colours.
-
-    The paper's Figure 6. Nothing is drawn where a value is NaN.
-    """
+    """Draw smoothed std (R, g) and its error over K (R,) and probability (g,): Figure 6."""
     figure = style.new_figure(style.PAGE, 2.9)
     figure.suptitle(title)
     panels = figure.subplots(1, 2, sharey=True)
@@ -195,7 +180,7 @@ class Foreign:
 
 
 @style.house_style()
-def save_foreign(path: str | os.PathLike[str], foreign: Foreign, title: str) -> Figure:
+def save_foreign(path: Path, foreign: Foreign, title: str) -> Figure:
     """Draw scores against K with full and with low rank, and the image (the paper's Figure 7)."""
     figure = style.new_figure(style.PAGE, 2.9)
     figure.suptitle(title)
@@ -230,7 +215,7 @@ class Row:
 
 
 @style.house_style()
-def save_gallery(path: str | os.PathLike[str], title: str, rows: Sequence[Row]) -> Figure:
+def save_gallery(path: Path, title: str, rows: Sequence[Row]) -> Figure:
     """Draw rows of grey pictures, dark on white, with their captions, into an image file."""
     columns = max(len(row.images) for row in rows)
     figure = style.new_figure(1.35 * columns, 2.15 * len(rows) + 0.4)
@@ -261,11 +246,8 @@ class Block:
 
 
 @style.house_style()
-def save_rankings(path: str | os.PathLike[str], blocks: Sequence[Block], title: str) -> Figure:
-    """Draw blocks of images side by side, a row a class (the paper's Figure 8).
-
-    Names of classes are at the left of a block, unless the one before it has the same.
-    """
+def save_rankings(path: Path, blocks: Sequence[Block], title: str) -> Figure:
+    """Draw blocks of images side by side, a row a class, named once (the paper's Figure 8)."""
     sheets = [_sheet(block) for block in blocks]
     widths, height = [sheet.shape[1] for sheet in sheets], max(map(len, sheets))
     figure = style.new_figure(_PIXEL * sum(widths) + 1.5, _PIXEL * height + 0.7, "compressed")

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from deltabars.errors import CorruptFileError, FormatVersionError, StorageError, first_line
 from deltabars.runtime.vectors import Part
-from deltabars.storage.reading import open_plain, parse_json, read_outline
+from deltabars.storage.reading import open_plain, parse_json, read_outline, read_start
 from deltabars.storage.writing import write_text, write_whole
 
 # 2 has the scales of parameters with λs of their own; 3 eigenvectors that were rounded, or are in
@@ -40,15 +40,13 @@ _NAME = re.compile(r"vectors-\d{5,9}-of-\d{5,9}\.safetensors")
 _LONGEST_INDEX = 16 << 20
 _THREADS = 4  # that digests are computed in
 
+Header = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Content = tuple[dict[str, Any], dict[str, Tensor]]
 Parts = dict[str, tuple[Part, ...]]  # all columns of the eigenvectors, in order, by matrix
 
 
-def write(
-    path: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    version: int = USUAL_VERSION,
-) -> str:
+def write(path: Any, header: Header, tensors: Tensors, version: int = USUAL_VERSION) -> str:
     """Write a file, whole or not at all; return its digest."""
     target = Path(path)
     if not target.parent.is_dir():
@@ -66,26 +64,27 @@ def write(
     return str(content["digest"])
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Any) -> Content:
     """Read the header and the tensors of a file.
 
     Raises:
         CorruptFileError: the file is not a deltabars file, truncated, or altered.
         FormatVersionError, StorageError: it is of a newer format; it cannot be opened.
     """
-    header, mapped = read_mapped(path)
+    header, mapped = _read_mapped(Path(path))
     del header["digest"]
-    # Copied, because the file's tensors lie at any address, and the last bits of a product depend
-    # on how its factors are aligned.
-    return header, {name: tensor.clone() for name, tensor in mapped.items()}
+    return header, _copied(mapped)
 
 
-def read_mapped(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the header with its digest, and map the tensors, which stay in the file.
+def _copied(mapped: Tensors) -> dict[str, Tensor]:
+    # The file's tensors lie at any address, and the last bits of a product depend on how its
+    # factors are aligned.
+    return {name: tensor.clone() for name, tensor in mapped.items()}
 
-    The file is read through once, to see that it matches its digest. Errors as for `read`.
-    """
-    header, tensors = _opened(Path(path), with_tensors=True)
+
+def _read_mapped(path: Path) -> Content:
+    """Read the header with its digest, which is checked, and map the tensors."""
+    header, tensors = _opened(path, with_tensors=True)
     content = {name: value for name, value in header.items() if name != "digest"}
     if header.get("digest") != _digest(content, tensors):
         raise CorruptFileError(
@@ -94,12 +93,12 @@ def read_mapped(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
     return header, tensors
 
 
-def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_header(path: Any) -> dict[str, Any]:
     """Read the header alone, from a file whose length and format version are checked."""
     return _opened(Path(path), with_tensors=False)[0]
 
 
-def _opened(source: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _opened(source: Path, *, with_tensors: bool) -> Content:
     try:
         with open_plain(source) as file:
             read_outline(file)
@@ -109,6 +108,8 @@ def _opened(source: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[s
                 names = list(content.keys()) if with_tensors else []
                 tensors = {name: content.get_tensor(name) for name in names}
         header = parse_json(text)
+        if not isinstance(header, dict):
+            raise ValueError("it has no header")
     except OSError as error:
         raise StorageError(f"Cannot read {source}: {error.strerror or error}") from error
     except ValueError as error:
@@ -117,8 +118,6 @@ def _opened(source: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[s
         raise CorruptFileError(
             f"{source} is truncated or altered: it cannot be read ({first_line(error)})."
         ) from error
-    if not isinstance(header, dict):
-        raise CorruptFileError(f"{source} is not a deltabars file.")
     _check_version(source, header.get("format"))
     return header, tensors
 
@@ -143,12 +142,9 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = No
 
 
 def write_part(
-    folder: Path, number: int, count: int, matrices: Mapping[str, Tensor], start: int, stop: int
+    folder: Path, number: int, count: int, matrices: Tensors, start: int, stop: int
 ) -> dict[str, Any]:
-    """Write the columns `start` to `stop` of the eigenvectors, (K, p) by matrix, to a file.
-
-    It is the file `number`, from 1 on, of `count`. Return its entry in the index.
-    """
+    """Write columns of the eigenvectors, (K, p) by matrix; return the file's entry in the index."""
     name = f"vectors-{number:05d}-of-{count:05d}.safetensors"
     tensors = {f"{matrix}{_VECTORS}": rows for matrix, rows in matrices.items()}
     header = {"start": start, "stop": stop}
@@ -161,13 +157,8 @@ def write_part(
     }
 
 
-def write_index(
-    folder: Path,
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    entries: Sequence[Mapping[str, Any]],
-) -> None:
-    """Complete files of columns to a fit: write its header, its small tensors, and the index."""
+def write_index(folder: Path, header: Header, tensors: Tensors, entries: list[Any]) -> None:
+    """Complete files of columns to a fit by its header, its small tensors, and the index."""
     content = {
         "format": FORMAT_VERSION,
         "fit": {"file": HEAD, "digest": write(folder / HEAD, header, tensors, FORMAT_VERSION)},
@@ -178,9 +169,8 @@ def write_index(
 
 
 def is_fit_folder(path: Path) -> bool:
-    """Return whether a folder has an index, and nothing but the files of a fit."""
-    names = set(os.listdir(path))
-    return INDEX in names and all(name in (INDEX, HEAD) or _NAME.fullmatch(name) for name in names)
+    """Return whether a folder has nothing but the files of a fit."""
+    return all(name in (INDEX, HEAD) or _NAME.fullmatch(name) for name in os.listdir(path))
 
 
 def read_fit(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts]:
@@ -189,72 +179,52 @@ def read_fit(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts]:
     Every file is read through, for its digest. Memory: that of the small tensors. Errors as for
     `read`; likewise where the files of a folder do not belong together.
     """
-    if os.path.isdir(path):  # False for names that no file can have
-        return _read_folder(path)
-    header, mapped = read_mapped(path)
-    small = {name: each.clone() for name, each in mapped.items() if not name.endswith(_VECTORS)}
-    return header, small, {name: (part,) for name, part in _parts(mapped, 0).items()}
+    if not os.path.isdir(path):  # so, too, for names that no file can have
+        header, mapped = _read_mapped(path)
+        vectors = {name: mapped.pop(name) for name in [*mapped] if name.endswith(_VECTORS)}
+        return header, _copied(mapped), _joined([(path, 0, vectors)])
+    entries = _read_index(path / INDEX)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = list(pool.map(lambda entry: _read_mapped(path / entry[0]), entries))
+    for (name, digest), (header, _) in zip(entries, files, strict=True):
+        if header["digest"] != digest:
+            raise CorruptFileError(f"{path / name} is altered: it is not the one of the index.")
+    (header, small), *parts = files
+    found = zip(entries[1:], parts, strict=True)
+    joined = _joined((path / name, own.get("start"), rows) for (name, _), (own, rows) in found)
+    return header, _copied(small), joined
 
 
-def _parts(mapped: Mapping[str, Tensor], start: int) -> dict[str, Part]:
-    return {
-        name.removesuffix(_VECTORS): Part(start, start + rows.shape[1], rows)
-        for name, rows in mapped.items()
-        if name.endswith(_VECTORS) and rows.ndim == 2
-    }
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Parts]:
-    path = folder / INDEX
+def _read_index(path: Path) -> list[tuple[str, str]]:
+    """Return the name and the digest of each file: that of the small tensors is the first."""
     try:
-        with open_plain(path) as file:
-            raw = file.read(_LONGEST_INDEX + 1)
-    except OSError as error:
-        raise StorageError(f"Cannot read {path}: {error.strerror or error}") from error
-    try:
-        if len(raw) > _LONGEST_INDEX:
-            raise ValueError("it is too long")
-        content = parse_json(raw)
+        content = parse_json(read_start(path, _LONGEST_INDEX))
         _check_version(path, content["format"])
         if content.pop("digest") != _digest(content):
             raise ValueError("it does not match its digest")
         entries = [(str(entry["file"]), entry["digest"]) for entry in content["parts"]]
-        digest = content["fit"]["digest"]
         if not entries or not all(_NAME.fullmatch(name) for name, _ in entries):
             raise ValueError("expected the names of files of columns beside it")
+        return [(HEAD, content["fit"]["digest"]), *entries]
+    except OSError as error:
+        raise StorageError(f"Cannot read {path}: {error.strerror or error}") from error
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        reason = str(error) if type(error) is ValueError else "it cannot be read"
-        raise CorruptFileError(f"{path} is altered: {reason}.") from error
-    with ThreadPoolExecutor(_THREADS) as pool:
-        head, *files = pool.map(
-            lambda entry: _of_index(folder / entry[0], entry[1]), [(HEAD, digest), *entries]
-        )
-    parts: dict[str, list[Part]] = {}
-    done: Any = 0
-    kinds = set()
-    for (name, _), (header, mapped) in zip(entries, files, strict=True):
-        found, stop = _parts(mapped, done), header.get("stop")
-        whole = len(found) == len(mapped) and all(part.stop == stop for part in found.values())
-        if not found or not whole or header.get("start") != done:
-            raise CorruptFileError(
-                f"{folder / name} is altered: expected columns from {done} on, got "
-                f"{header.get('start')} to {stop}."
-            )
-        kinds.add(tuple((name, len(p.rows), p.rows.dtype) for name, p in sorted(found.items())))
-        for matrix, part in found.items():
-            parts.setdefault(matrix, []).append(part)
-        done = stop
-    if len(kinds) > 1:
         raise CorruptFileError(
-            f"{folder} is altered: its files have eigenvectors of different matrices, number or "
-            "type."
-        )
-    small = {name: tensor.clone() for name, tensor in head[1].items()}
-    return head[0], small, {matrix: tuple(own) for matrix, own in parts.items()}
+            f"{path} is altered: it cannot be read ({first_line(error)})."
+        ) from error
 
 
-def _of_index(path: Path, digest: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    header, mapped = read_mapped(path)
-    if header["digest"] != digest:
-        raise CorruptFileError(f"{path} is altered: it is not the one of the index.")
-    return header, mapped
+def _joined(files: Iterable[tuple[Path, Any, Tensors]]) -> Parts:
+    """Join the columns of files: each with its first column, and rows by matrix."""
+    parts: dict[str, tuple[Part, ...]] = {}
+    for path, start, vectors in files:
+        for name, rows in vectors.items():
+            matrix = name.removesuffix(_VECTORS)
+            before = parts.get(matrix, ())
+            done = before[-1].stop if before else 0
+            if rows.ndim != 2 or start != done:
+                raise CorruptFileError(
+                    f"{path} is altered: expected columns from {done} on, got those from {start}."
+                )
+            parts[matrix] = (*before, Part(done, done + rows.shape[1], rows))
+    return parts

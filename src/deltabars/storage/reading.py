@@ -59,8 +59,8 @@ def read_outline(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def read_start(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the bytes of a file, which may be a pipe; a ValueError for more than `most`."""
-    with Path(path).open("rb") as file:
+    """Return the bytes of a file; a ValueError for more than `most`."""
+    with open_plain(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
@@ -97,13 +97,9 @@ def check_unpacked(unpacked: int, packed: int, always: int = ALWAYS) -> None:
 def read_arrays(
     path: Path, what: str, kind: type[BadValueError] = DataError
 ) -> dict[str, np.ndarray]:
-    """Read the arrays of an .npz file by name.
+    """Read the arrays of an .npz file by name; an error of a `kind` where it is none, or harmful.
 
     The size that each array states is compared with its bytes before it is read.
-
-    Raises:
-        BadValueError, or `kind`: the file is missing, broken, holds objects, or would unpack to
-            far more than its length.
     """
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:

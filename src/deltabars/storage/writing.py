@@ -30,7 +30,7 @@ T = TypeVar("T")
 _DRAFT = ".deltabars-"
 _NEW = 60.0  # seconds: the owner of a younger draft may not have locked it yet
 _READINGS, _NAP = 50, 0.01  # of a folder that is being replaced, and seconds between them
-_READINGS_OF_NOTHING = 3  # between the removal of the old folder and the new one
+_READINGS_OF_NOTHING = 3
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _HELD: set[int] = set()
 
@@ -58,14 +58,12 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _lock(handle: int, *, wait: bool = False) -> bool:
-    """Lock an open file; return whether it is ours (or where the system has no locks)."""
+    """Lock an open file; return whether it is ours, or the system has no locks."""
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # some network disks have none
-        return True
+    except OSError as error:  # some network disks have none
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -179,18 +177,19 @@ def write_whole_folder(
 ) -> None:
     """Write a folder whole or not at all: beside its place, which it then takes.
 
-    Args:
-        path: the folder, on a disk that all processes of the group see.
-        writer: writes into the new folder that it is given; called by all processes.
-        group: the processes that write.
-        replace: whether an existing folder may be replaced.
+    All processes of the group call this; the `writer` writes into the new folder that it is given,
+    on a disk that all of them see. `replace` allows to replace an existing folder.
     """
-    folder = path.absolute()
-    draft = folder
+    folder = draft = path.absolute()
     try:
         with ExitStack() as stack:
             if group.is_first:
-                draft = stack.enter_context(_draft_folder(folder))
+                draft = _draft_of(folder)
+                draft.mkdir()
+                stack.enter_context(turn(draft))
+                stack.callback(_remove_draft, draft)
+                remove_left(folder.parent)
+                (draft / folder.name).mkdir()
             draft = group.broadcast_object(draft) / folder.name
             writer(draft)
             group.gather_objects(None)  # all parts of it are there
@@ -208,39 +207,24 @@ def write_whole_folder(
         raise StorageError(str(error).replace(str(draft), str(folder))) from error
 
 
-@contextmanager
-def _draft_folder(folder: Path) -> Iterator[Path]:
-    """Make a locked draft with an empty folder of the same name in it; remove it afterwards."""
-    draft = _draft_of(folder)
-    draft.mkdir()
-    with nullcontext(-1) if fcntl is None else _opened(draft, os.O_RDONLY) as handle:
-        try:
-            _lock(handle)
-            remove_left(folder.parent)
-            (draft / folder.name).mkdir()
-            yield draft
-        finally:
-            _remove_draft(draft)
-
-
 def read_settled(path: Path, read: Callable[[], T]) -> T:
     """Return what `read` gives of a folder; read again where it is replaced meanwhile."""
-    for left in reversed(range(_READINGS)):
+    for left in range(_READINGS, -1, -1):
         before = _stamp(path)
+        # Between the removal of the old folder and the new one there is none.
+        waiting = before is None and left > _READINGS - _READINGS_OF_NOTHING
         try:
             found = read()
-        except StorageError:
-            absent = before is None and left > _READINGS - _READINGS_OF_NOTHING
-            if not left or (_stamp(path) == before and not absent):
-                raise
-        else:
             if not left or _stamp(path) == before:
                 return found
+        except StorageError:
+            if not left or (_stamp(path) == before and not waiting):
+                raise
         time.sleep(_NAP)
     raise AssertionError("the last reading returns or raises")
 
 
-def _stamp(path: Path) -> tuple[int, ...] | None:
+def _stamp(path: Path) -> object:
     with suppress(OSError, ValueError):
         found = path.stat()
         return found.st_dev, found.st_ino, found.st_mtime_ns

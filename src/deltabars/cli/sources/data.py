@@ -41,9 +41,8 @@ _OPTIONS = {**_APPLIES, "part": tuple(_DOWNLOADED), "arguments": ("factory",)}
 class NamedData:
     """Data as they are named on a command line.
 
-    The spec is a folder of pictures, an `.npz` file, a table (`.csv`, `.parquet`), a folder of
-    MNIST's idx files or of CIFAR-10's binary batches, `package.module:factory` or
-    `path/to/file.py:factory`.
+    The spec is a folder of pictures, of MNIST's idx files or of CIFAR-10's binary batches, an
+    `.npz` file, a table, `package.module:factory` or `path/to/file.py:factory`.
     """
 
     spec: str
@@ -62,10 +61,7 @@ class NamedData:
             raise DataError("--data: expected the name of data, got none.")
 
     def load(self, columns: Sequence[str] | None = None) -> Source:
-        """Return the data; a folder of pictures is read as it is needed.
-
-        A table must have the `columns` of a fit, if they are given, and may be without the target.
-        """
+        """Return the data; a table must have the `columns` of a fit, if they are given."""
         path, kind = Path(self.spec), self._kind
         for name, kinds in _OPTIONS.items():
             if getattr(self, name) and kind not in kinds:
@@ -96,9 +92,8 @@ class NamedData:
     def prepared_as(self, other: NamedData) -> NamedData:
         """Return these data, prepared as others are where nothing else is said."""
         names = [name for name, kinds in _APPLIES.items() if self._kind in kinds]
-        return replace(
-            self, **{name: getattr(self, name) or getattr(other, name) for name in names}
-        )
+        given: Any = {name: getattr(self, name) or getattr(other, name) for name in names}
+        return replace(self, **given)
 
     @property
     def _kind(self) -> str:
@@ -123,14 +118,13 @@ class NamedData:
 def _read_npz(path: Path, preparation: Preparation) -> Source:
     """Return the arrays `inputs` (or `images`, `x`) and, if any, `targets` (or `labels`, `y`).
 
-    Bytes are images: (N, H, W), (N, C, H, W) or (N, H, W, C), scaled to 0 … 1. Other real numbers
-    are taken as they are, as float32, and whole numbers as int64. `classes` may name the classes.
+    Bytes are images, scaled to 0 … 1. `classes` may name the classes.
     """
     arrays = read_arrays(path, "--data")
     given, known = ([name for name in names if name in arrays] for names in (_INPUTS, _TARGETS))
     if len(given) != 1 or len(known) > 1:
         raise DataError(
-            f"--data: expected one array 'inputs', 'images' or 'x', and at most one 'targets', "
+            "--data: expected one array 'inputs', 'images' or 'x', and at most one 'targets', "
             f"'labels' or 'y' in {path}, got {', '.join(sorted(arrays)) or 'none'}."
         )
     raw = arrays[given[0]]
@@ -139,8 +133,8 @@ def _read_npz(path: Path, preparation: Preparation) -> Source:
     targets = _numbers(arrays[known[0]], path) if known else None
     if targets is not None and targets.shape[:1] != inputs.shape[:1]:
         raise DataError(
-            f"--data: expected one target for each of {len(inputs)} inputs in {path}, got targets "
-            f"of shape {tuple(targets.shape)}."
+            f"--data: expected one target for each of {len(inputs)} inputs in {path}, got "
+            f"{tuple(targets.shape)}."
         )
     names = np.ravel(arrays.get("classes", ()))
     if names.dtype.kind == "S":
@@ -155,8 +149,8 @@ def _images(raw: np.ndarray, path: Path) -> Tensor:
         raw = raw.transpose(0, 3, 1, 2)
     if raw.ndim != 4 or raw.shape[1] not in _CHANNELS:
         raise DataError(
-            f"--data: expected images of bytes (N, H, W), (N, C, H, W) or (N, H, W, C) with C = 1 "
-            f"or 3 in {path}, got shape {raw.shape}."
+            "--data: expected images of bytes (N, H, W), (N, C, H, W) or (N, H, W, C), C = 1 or 3, "
+            f"in {path}, got {raw.shape}."
         )
     return torch.from_numpy(np.ascontiguousarray(raw)).float() / 255
 
@@ -177,10 +171,8 @@ def _from_tensors(
 ) -> Source:
     """Return tensors as a Source; those that are pixels from 0 to 1 have pictures."""
     if (preparation.mean or preparation.std) and inputs.ndim != 4:
-        raise DataError(
-            f"--mean, --std: expected images (N, C, H, W), got inputs of shape "
-            f"{tuple(inputs.shape)}."
-        )
+        shape = tuple(inputs.shape)
+        raise DataError(f"--mean, --std: expected images (N, C, H, W), got shape {shape}.")
     ready = preparation.normalise(inputs) if inputs.ndim == 4 else inputs
 
     def picture(number: int) -> np.ndarray:
@@ -201,32 +193,28 @@ def _from_tensors(
 
 
 def _read_table(path: Path, target: str | None, known: Sequence[str] | None) -> Source:
-    """Return the columns of a table as float32 in their order; `target` has the targets.
+    """Return the columns of a table as float32, and those of `target` as numbers or classes.
 
-    Targets are class numbers where all are whole, names of classes where they are texts (in sorted
-    order), or real numbers. Where the columns of a fit are `known`, the target may be missing.
+    Where the columns of a fit are `known`, the target may be missing.
     """
     frame = _read_frame(path)
     names = [str(name) for name in frame.columns]
     if target is not None and target not in names and known is None:
-        raise DataError(
-            f"--target: expected a column of {path}, got {target!r}. It has {_few(names)}."
-        )
+        said = f"--target: expected a column of {path}, got {target!r}. It has {_few(names)}."
+        raise DataError(said)
     given = frame.pop(target) if target in names else None
     columns = tuple(name for name in names if name != target)
     if known is not None and columns != tuple(known):
-        odd = sorted({*columns} ^ {*known})
+        odd = _few(sorted({*columns} ^ {*known}))
         raise DataError(
             f"--data: expected the {len(known)} columns of the fit in their order, {_few(known)}, "
-            f"got {_few(columns)} in {path} "
-            f"({f'the difference: {_few(odd)}' if odd else 'another order'})."
+            f"got {path} ({f'the difference: {odd}' if odd else 'another order'})."
         )
     others = [name for name in columns if frame[name].dtype.kind not in "fiub"]
     if others or not columns:
         raise DataError(
             f"--data: expected columns of numbers in {path}, got others: {_few(others) or 'none'}. "
-            "Leave them out, or make numbers of them as for the training (a column of 0 and 1 for "
-            "each category); --target names the column with the targets."
+            "Leave them out, or make numbers of them; --target names the column with the targets."
         )
     targets, classes = None, None
     if given is not None and given.dtype.kind in "fiub":
@@ -267,8 +255,8 @@ def _read_frame(path: Path) -> Any:
     missing = [f"{n:,} in {name!r}" for name, n in frame.isna().sum().items() if n]
     if missing:
         raise DataError(
-            f"--data: expected a value in every cell of {path}, got missing ones: "
-            f"{_few(missing)}. Fill them as for the training, or leave the rows out."
+            f"--data: expected a value in every cell of {path}, got missing ones: {_few(missing)}. "
+            "Fill them as for the training, or leave the rows out."
         )
     return frame
 
@@ -315,10 +303,7 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
     is_folder = isinstance(source.dataset, Pictures)
     if isinstance(source.data, Tensor) or (is_folder and source.classes is None):
         got = "no sub-folders, which are the classes" if is_folder else "inputs alone"
-        raise DataError(
-            f"--data: expected inputs and targets from {data.spec}, got {got}: without targets "
-            "there is nothing to fit."
-        )
+        raise DataError(f"--data: expected inputs and targets from {data.spec}, got {got}.")
     if source.classes is None:
         return
     rows = source.data.dataset if isinstance(source.data, DataLoader) else source.dataset
@@ -333,14 +318,12 @@ def check_together(model: nn.Module, source: Source, data: NamedData) -> None:
             return  # the fit explains it
         raise ModelError(
             f"--model: expected a model that takes pictures {(1, *first.shape)}, got one that "
-            f"does not ({first_line(error)}). --gray makes one channel of them, --size another "
-            "size."
+            f"does not ({first_line(error)}). Give --gray, or --size."
         ) from error
     shape = getattr(getattr(outputs, "logits", outputs), "shape", None)
     if shape is not None and shape[1:] != (len(source.classes),):
         raise DataError(
-            f"--data: expected a class name for each output of the model, got "
+            "--data: expected a class name for each output of the model, got "
             f"{len(source.classes)} in {data.spec} for outputs of shape {tuple(shape[1:])}. Empty "
-            "folders may stand for classes without pictures. For a yes/no question give --loss bce "
-            "and targets 0 and 1 without class names, for a regression --loss mse and numbers."
+            "folders may stand for classes without pictures; --loss bce and mse take numbers."
         )

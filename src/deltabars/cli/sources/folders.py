@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from deltabars import errors
 from deltabars.cli.sources.source import Source, fingerprint_of
-from deltabars.errors import (
-    BadValueError,
-    DataError,
-    DataWarning,
-    first_line,
-    library,
-    printable,
-    warn,
-)
+from deltabars.errors import BadValueError, DataError, first_line, library, printable
 from deltabars.storage.reading import check_unpacked, length_of, open_plain
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
@@ -61,11 +54,7 @@ class Preparation:
                 raise BadValueError(f"{option}: expected {wanted}, got {got}.")
 
     def read(self, path: Path) -> np.ndarray:
-        """Return the picture of a file as the network sees it: (H, W) or (H, W, 3), uint8.
-
-        The first frame, without regard to transparency and to the camera's orientation, as
-        torchvision reads it.
-        """
+        """Return the first frame of a file as torchvision reads it: (H, W) or (H, W, 3), uint8."""
         Image = library("PIL.Image", "images")
         try:
             with warnings.catch_warnings():
@@ -85,10 +74,8 @@ class Preparation:
                         own = fit(own, self.size[::-1], Image.Resampling.BILINEAR)
                     return np.array(own)  # a copy, so that Pillow lets go of its own
         except Exception as error:  # whatever Pillow makes of bytes that are no picture
-            raise DataError(
-                f"--data: expected a picture of eight bits a channel, got {path}, which is broken "
-                f"or is none ({first_line(error)})."
-            ) from error
+            said = f"--data: expected a picture of eight bits a channel, got {path}, which is"
+            raise DataError(f"{said} broken or is none ({first_line(error)}).") from error
 
     def tensor(self, picture: np.ndarray) -> Tensor:
         """Return a picture (H, W) or (H, W, 3) as float32 (1 or 3, H, W), normalised."""
@@ -136,9 +123,8 @@ class Pictures(Dataset[Any]):
 def read_folder(folder: Path, preparation: Preparation) -> Source:
     """Read pictures in sub-folders, which are the classes in sorted order, or in the folder itself.
 
-    Sub-folders of a class count as parts of it. Links to files and classes that are links are
-    followed; links to folders below are not. Hidden files are left out, and so are, with a
-    warning that counts them, files that are no pictures by their names.
+    Sub-folders of a class are parts of it; links to folders in them are not followed. Hidden files
+    are left out, and so are, with a warning, files that are no pictures by their names.
     """
     left_out: list[str] = []
     files, folders = _listed(folder, left_out)
@@ -146,8 +132,8 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     labels: Tensor | None = None
     if files and classes:
         raise DataError(
-            f"--data: expected pictures in sub-folders (the classes) of {folder}, or beside "
-            f"one another and no sub-folders, got both: {files[0].name} beside {classes[0]}/."
+            f"--data: expected pictures in {folder} or in sub-folders (the classes), got both: "
+            f"{files[0].name} beside {classes[0]}/."
         )
     if classes:
         inside = [_all_below(each, left_out) for each in folders]
@@ -155,16 +141,12 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
         labels = torch.tensor([k for k, paths in enumerate(inside) for _ in paths])
         empty = [name for name, paths in zip(classes, inside, strict=True) if not paths]
         if files and empty:
-            some = f"{len(empty)} of {len(classes)} classes have no picture: {empty[0]}/."
-            warn(f"--data: {some}", DataWarning)
+            _warn(f"{len(empty)} of {len(classes)} classes have no picture: {empty[0]}/.")
     if not files:
-        raise DataError(
-            f"--data: expected pictures ({', '.join(ENDINGS)}) in {folder} or in its sub-folders, "
-            "got none."
-        )
+        said = f"--data: expected pictures ({', '.join(ENDINGS)}) in {folder} or its sub-folders"
+        raise DataError(f"{said}, got none.")
     if left_out:
-        some = f"{len(left_out)} files in {folder} were left out, such as {left_out[0]}."
-        warn(f"--data: {some}", DataWarning)
+        _warn(f"{len(left_out)} files in {folder} were left out, such as {left_out[0]}.")
     first = preparation.tensor(preparation.read(files[0]))
     size = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // (4 * first.numel())))
     dataset = Pictures(files, labels, preparation, tuple(first.shape))
@@ -183,14 +165,17 @@ def read_folder(folder: Path, preparation: Preparation) -> Source:
     )
 
 
+def _warn(text: str) -> None:
+    errors.warn(f"--data: {text}", errors.DataWarning)
+
+
 def _listed(folder: Path, left_out: list[str]) -> tuple[list[Path], list[Path]]:
     """Return the pictures and the folders in a folder; what is neither goes to `left_out`."""
     try:
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
-        raise DataError(
-            f"--data: expected a folder that can be read, got {folder}: {error.strerror}."
-        ) from error
+        why = f"{folder}: {error.strerror}"
+        raise DataError(f"--data: expected a folder that can be read, got {why}.") from error
     named = (path for path in paths if path.name.lower().endswith(ENDINGS))
     pictures = {path: None for path in named if os.path.isfile(path)}
     others = [path for path in paths if path not in pictures]

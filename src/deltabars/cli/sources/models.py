@@ -1,10 +1,8 @@
 """Models by name: objects of the user's own code, with weights from files that run none.
 
-Objects are `package.module:object` or `path/to/file.py:object`. Files of weights are read by
-safetensors and torch. Before torch reads one, the names in its pickle and its length are looked at:
-what torch does not know is replaced by an object that does nothing, such as the optimisers and
-hyperparameters that training frameworks put beside the weights, and what asks for far more memory
-than weights need is refused.
+Before torch reads a file of weights, its pickle is looked at: classes that torch does not know,
+such as hyperparameters beside the weights, are replaced by one that does nothing, and what asks for
+far more memory than weights need is refused.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ def with_full_path(spec: str) -> str:
 
 @contextmanager
 def user_code(spec: str, option: str) -> Iterator[None]:
-    """Run code of the user's, which imports what lies beside its file, or here.
-
-    What it prints goes to stderr, and it cannot end the program.
-    """
+    """Run the user's code, which imports from its folder, prints to stderr, and cannot exit."""
     place = spec.rpartition(":")[0]
     folder = str(Path(place).absolute().parent if place.endswith(".py") else Path.cwd())
     sys.path.insert(0, folder)
@@ -75,7 +70,7 @@ def user_code(spec: str, option: str) -> Iterator[None]:
     except SystemExit as error:
         raise BadValueError(
             f"{option}: expected code that can be imported, got {spec}, which ends the program "
-            f"(exit code {error.code}). Put what a script does under if __name__ == '__main__'."
+            f"(exit code {error.code}). Put a script under if __name__ == '__main__'."
         ) from error
     finally:
         sys.path.remove(folder)
@@ -95,8 +90,7 @@ def find_object(spec: str, option: str) -> Any:
         if not hasattr(found, part):
             known = sorted(name for name in vars(found) if not name.startswith("_"))
             raise BadValueError(
-                f"{option}: expected an object {what!r} in {place}, got none of that name among "
-                f"{', '.join(known[:12]) or 'nothing'}."
+                f"{option}: expected an object {what!r} in {place}, got {', '.join(known[:12])}."
             )
         found = getattr(found, part)
     return found
@@ -109,8 +103,8 @@ def _import(name: str, option: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
         raise BadValueError(
-            f"{option}: expected a module that Python finds here or among the installed packages, "
-            f"got {name!r}. A file is named with its ending: file.py:object."
+            f"{option}: expected a module that Python finds, got {name!r}. A file is named with "
+            "its ending: file.py:object."
         ) from error
 
 
@@ -184,26 +178,22 @@ class NamedModel:
     def load(self) -> nn.Module:
         """Return the model with its weights. The user's own code makes it."""
         with torch.random.fork_rng(devices=[], enabled=self.untrained):
-            made = self._made()
-        if self.weights is not None:
-            _give(made, read_weights(self.weights), self.weights)
-        return made.eval()
-
-    def _made(self) -> nn.Module:
-        self._seed()
-        made = find_object(self.spec, "--model")
-        if not isinstance(made, nn.Module) and callable(made):
-            self._seed()  # again: a file is not run twice
-            with user_code(self.spec, "--model"):
-                made = made(**self.arguments)
-        elif self.arguments:
-            raise ModelError(f"--model-args: expected none for {self.spec}, which is no function.")
+            self._seed()
+            made = find_object(self.spec, "--model")
+            if not isinstance(made, nn.Module) and callable(made):
+                self._seed()  # again: a file is not run twice
+                with user_code(self.spec, "--model"):
+                    made = made(**self.arguments)
+            elif self.arguments:
+                raise ModelError(f"--model-args: expected none, got {self.spec}, no function.")
         if not isinstance(made, nn.Module):
             raise ModelError(
                 f"--model: expected a torch.nn.Module, or a class or function that makes one, got "
                 f"{self.spec}, which is a {type(made).__name__} or makes one."
             )
-        return made
+        if self.weights is not None:
+            _give(made, read_weights(self.weights), self.weights)
+        return made.eval()
 
     def _seed(self) -> None:
         if self.untrained:  # initial weights that a later command finds again
@@ -221,15 +211,13 @@ def _give(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
     if not _agree(weights, state):
         weights = _renamed(weights, state, path)
     for name, value in weights.items():
-        (own, is_own), (given, is_given) = (
-            (each.shape, (each.is_floating_point(), each.is_complex()))
-            for each in (state[name], value)
-        )
-        if own != given or is_own != is_given:
+        own = state[name]
+        kinds = {(each.is_floating_point(), each.is_complex()) for each in (own, value)}
+        if own.shape != value.shape or len(kinds) > 1:
             raise ModelError(
-                f"--weights: expected {name!r} of shape {tuple(own)} and {state[name].dtype}, got "
-                f"{tuple(given)} and {value.dtype}, in {path}. Make the model as it was trained "
-                "(--model-args)."
+                f"--weights: expected {name!r} of shape {tuple(own.shape)} and {own.dtype}, got "
+                f"{tuple(value.shape)} and {value.dtype}, in {path}. Make the model as it was "
+                "trained (--model-args)."
             )
     model.load_state_dict(weights, strict=False)
 
@@ -245,11 +233,7 @@ def _agree(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> bool:
 def _renamed(
     weights: dict[str, Tensor], state: Mapping[str, Tensor], path: str
 ) -> dict[str, Tensor]:
-    """Return weights by the names of the model, without what wrappers put before or into them.
-
-    What is before the names of one whole set of them is taken off; weights beside that set, such as
-    of a loss, are left out. Both are printed.
-    """
+    """Return the one set of weights whose names have something before or in them; print what."""
     own = {_plain(name): name for name in state}
     plain = {_plain(name): value for name, value in weights.items()}
     found: dict[str, dict[str, Tensor]] = {}
@@ -261,7 +245,7 @@ def _renamed(
     if len(found) > 1:
         raise ModelError(
             f"--weights: expected one set of the model's weights, got {len(found)}, under "
-            f"{' and '.join(map(repr, found))}. Save the one that is meant by itself."
+            f"{' and '.join(map(repr, found))}. Save one by itself."
         )
     if not found:
         missing = [f"without {name!r}" for name in state if name not in weights]
@@ -269,8 +253,7 @@ def _renamed(
         first = " and ".join(shortened(some[0]) for some in (missing, unknown) if some)
         raise ModelError(
             f"--weights: expected the names of the model's state, got {path} {first} (in all "
-            f"{len(missing)} missing, {len(unknown)} unknown). Names must agree in full; rename "
-            "them in the file if a wrapper put something before."
+            f"{len(missing)} missing, {len(unknown)} unknown). Names must agree in full."
         )
     prefix, inside = found.popitem()
     taken = {f"{part}." for name in weights for part in name.split(".") if part in _WRAPPERS}
@@ -304,12 +287,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     source = Path(path)
     if not os.path.isfile(source):  # also of a name that no file can have
         raise ModelError(f"--weights: expected a file, got {source}, which does not exist.")
-    if source.suffix not in (".safetensors", *_PICKLED):
-        raise ModelError(
-            f"--weights: expected a file that ends in .safetensors, {', '.join(_PICKLED)}, got "
-            f"{source.name}."
-        )
     is_pickled = source.suffix in _PICKLED
+    if source.suffix != ".safetensors" and not is_pickled:
+        endings = ", ".join((".safetensors", *_PICKLED))
+        raise ModelError(f"--weights: expected a file that ends in {endings}, got {source.name}.")
     try:
         with open_plain(source) as file:
             if not is_pickled:

@@ -57,9 +57,8 @@ class Source:
         if odd or twice or self.relabelled is None or targets is None:
             why = odd or ["names that are there twice" if twice else "their order or number"]
             raise DataError(
-                f"--data: expected some of the {len(classes)} classes of the fit, or pictures "
-                f"without classes beside one another, got {len(given)} (the difference: "
-                f"{', '.join(why[:5])})."
+                f"--data: expected some of the {len(classes)} classes of the fit, or data without "
+                f"classes, got {len(given)} (the difference: {', '.join(why[:5])})."
             )
         targets = torch.tensor([classes.index(name) for name in given])[targets]
         data = self.relabelled(targets)
@@ -67,10 +66,7 @@ class Source:
         return replace(self, data=data, dataset=dataset, targets=targets, classes=classes)
 
     def with_real_targets(self) -> Source:
-        """Return the same data whose whole numbers are real ones, for a regression.
-
-        Of tensors without names of classes; other data are as they are.
-        """
+        """Return tensors with real numbers as targets, for a regression; other data as they are."""
         whole, data = self.targets, self.data
         if whole is None or whole.is_floating_point() or self.classes or type(data) is not tuple:
             return self
@@ -80,8 +76,8 @@ class Source:
         """Refuse data without an order, in which an input's index means nothing."""
         if not self.ordered:
             raise DataError(
-                "--data: expected inputs in the same order on every pass, got a DataLoader that "
-                "shuffles. Return one with shuffle=False."
+                "--data: expected the same order on every pass, got a DataLoader that shuffles. "
+                "Return one with shuffle=False."
             )
 
     def inputs(self, signature: Signature) -> Any:

@@ -53,10 +53,8 @@ def save_report(
 ) -> None:
     """Write a page about a fit and its predictions: one HTML file that needs no network.
 
-    The fit at a glance, its spectrum, error bars against probability, risk against coverage, the
-    most and least certain inputs of each class, and a table whose inputs open to their class
-    probabilities with error bars and to how their score settles as K grows. All statistics are over
-    all B inputs.
+    The fit at a glance, its plots, the most and least certain inputs of each class, and a table
+    whose inputs open to their details. All statistics are over all B inputs.
 
     Args:
         path: the file, whose name ends in `.html`; written whole or not at all.
@@ -146,10 +144,11 @@ def _assemble(
     }
     fitted_with = subject.fit.diagnostics.get("torch")
     versions = f"deltabars {VERSION}, plotly {plotly.__version__}"
+    versions += f"; fitted with torch {fitted_with}" if fitted_with else ""
     return Template(_part("page.html")).substitute(
         title=escape(title),
         subtitle=escape(" · ".join(about)),
-        versions=escape(versions + (f"; fitted with torch {fitted_with}" if fitted_with else "")),
+        versions=escape(versions),
         css=_part("page.css"),
         data=_json(data),
         library=plotly.offline.get_plotlyjs().replace("</script", r"<\/script"),

@@ -18,8 +18,6 @@ _ESTIMATORS = {
     "sandwich": "Hessian and outer products of gradients",
     "ggn": "generalised Gauss-Newton",
 }
-
-
 _MARKS = {
     "saturated": "that vanishes where the softmax is flat, though the weights scatter the logits. "
     "Read the moderated probability or the mutual information there.",
@@ -80,16 +78,14 @@ def notices(subject: Subject) -> list[tuple[str, str, str]]:
         if missing > 0:
             text = (
                 f"{missing:,} of {len(pairs):,} eigenpairs of the {name} did not reach the "
-                f"tolerance {known.get('tolerance', 0):.1g}. Fit again with a smaller rank or with "
-                "more products."
+                "tolerance. Fit again with a smaller rank or with more products."
             )
             found.append(("Eigenpairs have not converged.", text, "grave"))
         below = float(known.get("tail_below_l2", 0.0))
         if below > 0 and name == "hessian":
             text = (
                 f"It was seen to reach {say(below)} below λ, as trained Hessians do. The bounds "
-                "are about the spectrum corrected to λ. For bounds that are theorems fit with "
-                "the estimator opg or ggn."
+                "are about the spectrum corrected to λ. Those of opg and ggn are theorems."
             )
             found.append(("The Hessian's spectrum reaches below λ.", text, "mild"))
     for name, text in _MARKS.items():
@@ -141,14 +137,11 @@ def rows_of(
     p, right = subject.prediction[at], subject.right
     targets = None if subject.targets is None else subject.targets[at]
     notes = marks_of(p)
+    bound = (p.score_error / p.score).nan_to_num(0.0)
     numbers = {
-        "score": p.score,
-        "low": p.score_low,
-        "high": p.score_high,
-        "bound": (p.score_error / p.score).nan_to_num(0.0),
-        "information": p.mutual_information,
-        "entropy": p.entropy,
-    }
+        "score": p.score, "low": p.score_low, "high": p.score_high, "bound": bound,
+        "information": p.mutual_information, "entropy": p.entropy,
+    }  # fmt: skip
     data: dict[str, Any] = {
         "index": indices,
         "name": [subject.names[i] for i in indices],
@@ -176,24 +169,17 @@ def _labels(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str
             "target": None if targets is None else targets.tolist(),
         }
     if subject.kind == "bernoulli":
-        assert p.label is not None
-        names = np.array(subject.classes, dtype=object)
-        label, target = (
-            None
-            if rows is None
-            else [", ".join(names[row]) or "none" for row in rows.bool().numpy()]
-            for rows in (p.label, targets)
-        )
-        return {"label": label, "target": target}
+        names, found = np.array(subject.classes, dtype=object), {}
+        for key, rows in (("label", p.label), ("target", targets)):
+            if rows is not None:
+                found[key] = [", ".join(names[row]) or "none" for row in rows.bool().numpy()]
+        return found
     target = None if targets is None else short(targets[:, 0])
     return {"value": short(p.mean[:, 0]), "std": short(p.std[:, 0]), "target": target}
 
 
 def _outputs(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str, Any]:
-    """Return means with their error bars and these ones' bounds, (n, k) each, and which outputs.
-
-    All of up to 16; of more the ten most probable, or the least certain of a regression.
-    """
+    """Return means, error bars and their ends, (n, k), of 16 outputs or the ten leading ones."""
     found = {name: getattr(p, name) for name in ("mean", "std", "std_low", "std_high")}
     which = p.classes
     if which is None and subject.fit.num_outputs > _ALL_CLASSES:

@@ -17,15 +17,7 @@ from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.data import (
-    Batch,
-    as_tensors,
-    batch_of,
-    collated,
-    is_fixed,
-    iterate,
-    leaves,
-)
+from deltabars.problem.data import Batch, as_tensors, batch_of, collated, is_fixed, iterate, leaves
 from deltabars.report.page.subject import short
 from deltabars.runtime.progress import Progress
 
@@ -53,10 +45,8 @@ class Source:
             return cls(batch_of(inputs, fit.signature), fit)
         odd = isinstance(inputs, DataLoader | IterableDataset | str | bytes | tuple | list)
         if odd or not (hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__")):
-            raise DataError(
-                "inputs: expected tensors or a map-style Dataset, whose inputs have indices, got "
-                f"{type(inputs).__name__}. Of a DataLoader give its dataset."
-            )
+            kind = f"got {type(inputs).__name__}. Of a DataLoader give its dataset."
+            raise DataError(f"inputs: expected tensors or a map-style Dataset, {kind}")
         return cls(inputs, fit)
 
     def __len__(self) -> int:
@@ -110,10 +100,8 @@ def _pictures(batch: Batch, indices: list[int], pictures: Pictures | None, side:
         for index, array in zip(indices, arrays, strict=True):
             flat = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3))
             if array.dtype != np.uint8 or not flat or 0 in array.shape:
-                raise BadValueError(
-                    f"pictures: expected an array (H, W) or (H, W, 3) of uint8 for input {index}, "
-                    f"got {array.dtype} {array.shape}."
-                )
+                got = f"got {array.dtype} {array.shape} for input {index}."
+                raise BadValueError(f"pictures: expected an array (H, W[, 3]) of uint8, {got}")
         return [_address(array, side) for array in arrays]
     found = [leaf for leaf in leaves(batch.inputs) if _looks_like_images(leaf)]
     if len(found) != 1:
@@ -148,11 +136,8 @@ def choose_ranks(ranks: Sequence[int] | None, most: int) -> list[int]:
     """Choose the K's to show: those given, or about ten up to `most`, denser at its start."""
     if ranks is None:
         return sorted({round(float(k)) for k in np.geomspace(1, most, _STEPS)})
-    for k in ranks:
-        if not is_whole(k) or not 1 <= k <= most:
-            raise BadValueError(
-                f"ranks: expected whole numbers from 1 to the {most} fitted pairs, got {k!r}."
-            )
+    if not all(is_whole(k) and 1 <= k <= most for k in ranks):
+        raise BadValueError(f"ranks: expected whole numbers from 1 to the {most}, got {ranks!r}.")
     return sorted({int(k) for k in ranks})
 
 
@@ -169,8 +154,6 @@ def settle(
 
     The scores (n, R) come with the ends of their intervals; with all pairs they have to be those of
     `prediction`, which was made with the arguments `asked`. Inputs are read once, in chunks.
-
-    Cost: a prediction of these inputs for each rank.
     """
     fit = source.fit
     how = {**asked, "classes": _asked_classes(prediction), "moderation": None, "progress": False}
@@ -192,9 +175,8 @@ def settle(
         off = (scores[0, :, ranks.index(last)] - known).abs() > _AGREE * known.abs() + 1e-9
         if bool(off.any()):
             raise BadValueError(
-                f"prediction: expected fit.predict(inputs) of these inputs, got {int(off.sum())} "
-                f"of {len(off)} scores that differ from the fit's own. Give the prediction in the "
-                "order of the inputs, with asked= if fit.predict had arguments, or none."
+                f"prediction: expected fit.predict(inputs, **asked) of these inputs, in order, got "
+                f"{int(off.sum())} of {len(off)} scores that differ from the fit's own."
             )
     score, low, high = map(short, scores)
     return {"ranks": ranks, "score": score, "low": low, "high": high}, images

@@ -64,8 +64,7 @@ def _spectrum(subject: Subject) -> Plot:
 def _uncertainty(subject: Subject, rows: list[int]) -> Plot:
     """Return std against probability (or the predicted number), with smoothed curves.
 
-    Points are those of the predicted class of an input; of several answers, all of them. All wrong
-    ones come first where there are too many, and a sample of the others, the same each time.
+    Points are those of the predicted class, or of all answers: the wrong ones, a sample of others.
     """
     prediction, right = subject.prediction, None
     x, y = prediction.mean.double(), prediction.std.double()
@@ -195,10 +194,7 @@ def _calibration(subject: Subject) -> Plot | None:
 
 
 def class_tables(subject: Subject) -> list[Plot]:
-    """Return how often each class is found and right, its mean score, and the confusions.
-
-    Of many classes those that are right least often, and the most frequent confusions.
-    """
+    """Return how often each class is found and right, its mean score, and the confusions."""
     targets, label = subject.targets, subject.prediction.label
     if subject.kind != "categorical" or targets is None or label is None:
         return []
@@ -208,16 +204,11 @@ def class_tables(subject: Subject) -> list[Plot]:
     scores = torch.bincount(targets, subject.prediction.score.double(), count)
     known = real.nonzero()[:, 0]
     order = known[(right / real)[known].argsort(stable=True)]
-    by_class = [
-        [
-            names[c],
-            f"{int(real[c]):,}",
-            percent(float(right[c] / real[c])),
-            percent(float(right[c] / said[c])) if said[c] else "–",
-            say(float(scores[c] / real[c])),
-        ]
-        for c in order[:_MOST_CLASSES].tolist()
-    ]
+    by_class = []
+    for c in order[:_MOST_CLASSES].tolist():
+        precision = percent(float(right[c] / said[c])) if said[c] else "–"
+        recall, score = percent(float(right[c] / real[c])), say(float(scores[c] / real[c]))
+        by_class.append([names[c], f"{int(real[c]):,}", recall, precision, score])
     which = "" if len(order) <= _MOST_CLASSES else f": the {_MOST_CLASSES} least often right"
     head = ["Class", "Inputs", "Found (recall)", "Right of predicted (precision)", "Mean score"]
     tables: list[Plot] = [{"caption": f"By class{which}", "head": head, "rows": by_class}]

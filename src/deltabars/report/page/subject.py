@@ -19,19 +19,13 @@ DIGITS = 5  # significant ones: a page shows three or four
 
 
 def short(values: Any) -> Any:
-    """Round numbers (an array, a tensor, or one number) to five digits, as lists of floats.
-
-    What is not finite becomes None: JSON has no NaN.
-    """
-    return _rounded(np.asarray(values, dtype=np.float64).tolist())
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    if not math.isfinite(value):
+    """Round numbers to five digits, as lists of floats; None if not finite: JSON has no NaN."""
+    values = np.asarray(values, dtype=np.float64).tolist()
+    if isinstance(values, list):
+        return list(map(short, values))
+    if not math.isfinite(values):
         return None
-    rounded = float(f"{value:.{DIGITS}g}")
+    rounded = float(f"{values:.{DIGITS}g}")
     return int(rounded) if rounded == int(rounded) else rounded
 
 
@@ -89,18 +83,14 @@ def check_subject(
     count: int,
 ) -> Subject:
     """Return the subject of a page, or raise a BadValueError that says what does not fit."""
-    if len(prediction) != count:
-        raise BadValueError(
-            f"prediction: expected that of the {count} inputs, got one of {len(prediction)}."
-        )
+    got = len(prediction)
+    if got != count:
+        raise BadValueError(f"prediction: expected that of the {count} inputs, got one of {got}.")
     prediction = prediction.to("cpu")
     numbers = fit.likelihood.name == "gaussian"
     outside = (prediction.mean < -1e-6) | (prediction.mean > 1 + 1e-6)
     if not numbers and bool(outside.any()):
-        raise BadValueError(
-            "prediction: expected probabilities, got numbers outside [0, 1]. Predict with "
-            "space='probability'."
-        )
+        raise BadValueError("prediction: expected probabilities, got numbers outside [0, 1].")
     if prediction.judgement is None:
         used = {"rank": fit.rank, "estimator": fit.estimator, **asked}
         prediction = prediction.judged_by(fit.evidence(used["rank"], used["estimator"]))
@@ -151,10 +141,7 @@ class Shelf:
 
 
 def choose_shelves(subject: Subject, rows: int) -> list[Shelf]:
-    """Choose the gallery: by predicted class, in the order of the classes; empty but for those.
-
-    Of more than 24, those that were predicted most often, and no more than fill the page's rows.
-    """
+    """Choose the gallery, by predicted class: at most 24, and no more than fill the rows."""
     if subject.kind != "categorical" or subject.prediction.label is None:
         return []
     label = subject.prediction.label.numpy()
@@ -175,8 +162,7 @@ def choose_shelves(subject: Subject, rows: int) -> list[Shelf]:
 def choose_rows(subject: Subject, rows: int, shelves: list[Shelf]) -> list[int]:
     """Choose the inputs in the page, ascending: all, if there are no more than `rows`.
 
-    Else the gallery's, then the highest scores up to half of the rows, then an even sample of the
-    others over the order of their scores.
+    Else the gallery's, the highest scores up to half of the rows, and an even sample of the others.
     """
     if len(subject) <= rows:
         return list(range(len(subject)))
