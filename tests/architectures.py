@@ -99,7 +99,6 @@ def _residual(self: nn.Module, x: Tensor) -> Tensor:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "relu": mlp(nn.ReLU()),
-    "relu in place": mlp(nn.ReLU(inplace=True)),
     "gelu": mlp(nn.GELU()),
     "relu, pool": pooled(nn.ReLU(), nn.MaxPool2d(2), features=8),
     "pool with overlaps": pooled(nn.ReLU(), nn.MaxPool2d(3, 2), features=8, size=(7, 7)),
@@ -123,6 +122,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             nn.Flatten(), nn.Linear(4, 3),
         ),
         (2, 7),
+    ),
+    "transposed convolution": Architecture(
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(1, 2, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+        ),
+        (1, 3, 3),
     ),
     "batch norm": Architecture(
         lambda: nn.Sequential(
