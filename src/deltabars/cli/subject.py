@@ -185,7 +185,7 @@ class Subject:
         other = any(value is not None for value in given.values())
         device = str(compute_device(options.device))
         return [
-            "from dataclasses import replace" if other else "",
+            "from dataclasses import replace" * other,
             "from deltabars.cli.runs import Run",
             "from deltabars.cli.sources.data import NamedData",
             *imports,
@@ -215,7 +215,7 @@ class Code(str):
 
 def program(*lines: str) -> str:
     """Return the lines of a program, without the empty ones."""
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def call(function: str, *arguments: Any, **named: Any) -> Code:
