@@ -19,7 +19,7 @@ from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
+from deltabars.prediction.display import axes_or_new, html_table, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
 from deltabars.problem.parameters import L2Rates
@@ -278,9 +278,8 @@ class DeltaFit(FittedState):
             left, end = self.num_parameters - len(values), count * (1 + _GAP) + 1
             at, magnitudes = torch.arange(1.0, len(values) + 1).numpy(), values.abs().numpy()
             at[count:] += end - count if left else 0.0  # beyond the gap
-            (line,) = axes.plot(
-                at[:count], magnitudes[:count], label=name, marker=marker_for(count)
-            )
+            marker = "o" if count == 1 else None  # a line needs two points
+            (line,) = axes.plot(at[:count], magnitudes[:count], label=name, marker=marker)
             color, negative = line.get_color(), (values < 0).numpy()
             if len(lower):
                 label, most = f"{name}, the {len(lower):,} smallest", float(at[-1])
