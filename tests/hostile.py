@@ -133,10 +133,8 @@ def try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> Tried:
 def _try_all(subject: Subject, contents: Iterator[bytes] | list[bytes]) -> tuple[int, int, list]:
     read, refused, wrong = 0, 0, []
     with tempfile.TemporaryDirectory() as outside:
-        folder = Path(outside) / "inside"
-        folder.mkdir()
-        path = folder / subject.file
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(outside) / "inside" / subject.file
+        path.parent.mkdir(parents=True)
         for content in contents:
             path.write_bytes(content)
             before = sorted(str(p) for p in Path(outside).rglob("*"))

@@ -78,33 +78,22 @@ class Problem:
         """Of all pairs by default; what was fitted once is kept."""
         rank = self.oracle.size if rank is None else min(rank, self.oracle.size)
         asked = estimator, rank, *sorted(options.items())
-        if asked not in self._fits:
-            self._fits[asked] = self._fit(estimator, rank, **options)
-        return self._fits[asked]
-
-    @cached_property
-    def _fits(self) -> dict[object, deltabars.DeltaFit]:
-        return {}
-
-    def _fit(self, estimator: str, rank: int, **options) -> deltabars.DeltaFit:
-        """Nobody trained the network, nor is the tail of H above λ."""
-        data = self.inputs, self.targets
-        options = {"l2": self.l2, "progress": False, **options}
-        with warnings.catch_warnings():
+        known = self.__dict__.setdefault("known", {})
+        options = {"l2": self.l2, "progress": False, "estimator": estimator, **options}
+        with warnings.catch_warnings():  # nobody trained it, nor is the tail of H above λ
             warnings.simplefilter("ignore", OptimumWarning)
             warnings.filterwarnings("ignore", "Expected eigenvalues of the", SpectrumWarning)
-            return deltabars.fit(self.model, data, estimator=estimator, rank=rank, **options)
-
-    def predict(self, estimator: str, rank: int | None = None, **options) -> deltabars.Prediction:
-        return self.fit(estimator, rank, **options).predict(self.unseen, moderation=None)
+            if asked not in known:
+                data = self.inputs, self.targets
+                known[asked] = deltabars.fit(self.model, data, rank=rank, **options)
+        return known[asked]
 
     def predictions(self, rank: int | None = None, **options) -> dict[str, deltabars.Prediction]:
         """Those of all estimators, from two fits."""
-        three = self.fit("sandwich", rank, **options)
-        one = self.fit("ggn", rank, **options)
-        names = ["hessian", "opg", "sandwich"]
-        found = three.predict(self.unseen, estimator=names, moderation=None)
-        return {**found, "ggn": one.predict(self.unseen, moderation=None)}
+        given = {"estimator": ["hessian", "opg", "sandwich"], "moderation": None}
+        found = self.fit("sandwich", rank, **options).predict(self.unseen, **given)
+        ggn = self.fit("ggn", rank, **options).predict(self.unseen, moderation=None)
+        return {**found, "ggn": ggn}
 
     @property
     def last(self) -> nn.Linear:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.architectures import L2
-
-__all__ = ["COUNT", "L2", "PRECISION", "SILENT", "Own", "labels", "randn", "seeded", "silence"]
-
-COUNT = 7
 SILENT = [0, 2]  # the units of the first layer that no example switches on
-# Sums of some thousand terms of O(1), in float64; a unit that is missed is off by far more.
+# Of sums of some thousand terms of O(1); a unit that is missed is off by far more.
 PRECISION = {"rtol": 0, "atol": 1e-10}
 
 
@@ -27,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def labels(count: int = COUNT) -> Tensor:
+def labels(count: int = 7) -> Tensor:
     return torch.arange(count) % 3
 
 

@@ -9,6 +9,7 @@ import deltabars
 from deltabars import Problem
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
+from deltabars.curvature.layers import patches
 from deltabars.curvature.opg import OPGOperator
 from deltabars.errors import CheckpointMismatchError, DataError
 from tests.conftest import cached_case
@@ -41,6 +42,16 @@ def test_error_bars_equal_those_of_the_cpu(estimator, solver):
     expected = here.predict(case.unseen)
     torch.testing.assert_close(out.to("cpu").std, expected.std, rtol=1e-7, atol=0)
     torch.testing.assert_close(out.to("cpu").std_error, expected.std_error, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [((3, 2), (1, 1), (0, 0), (1, 1)), ((2, 3), (2, 1), (3, 1), (1, 2)),
+     ((1, 1), (3, 2), (0, 1), (1, 1)), ((5, 5), (1, 1), (2, 2), (2, 1))],
+)  # fmt: skip
+def test_patches_are_cut_as_on_the_cpu(window):
+    images = torch.randn(2, 3, 11, 10)
+    assert torch.equal(patches(images.cuda(), *window).cpu(), patches(images, *window))
 
 
 @pytest.mark.parametrize("name", list(OPERATORS))

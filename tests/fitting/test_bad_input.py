@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import RandomSampler
 
 import deltabars
 from deltabars import errors
@@ -20,7 +19,6 @@ from tests.problem.test_data import Examples, loader
 from tests.problem.test_model_untouched import model_state
 
 RANK = 5
-NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]\d+)?)"
 
 
 class Wrapped(nn.Module):
@@ -94,27 +92,21 @@ PREDICT_OPTIONS = {
 }
 
 
-def each(options):
-    return [(name, value) for name, values in options.items() for value in values]
-
-
-@pytest.mark.parametrize(("name", "value"), each(FIT_OPTIONS), ids=repr)
-def test_options_of_fit(case, name, value):
-    match = f"{name}: expected .*got {re.escape(repr(value))}"
-    assert_refused(match, lambda: fit(case, **{name: value}), case.model)
-
-
-@pytest.mark.parametrize(("name", "value"), each(PREDICT_OPTIONS), ids=repr)
-def test_options_of_predict(case, opg_fit, name, value):
-    culprit = value[-1] if isinstance(value, list) else value
-    match = f"{name}: expected .*got {re.escape(repr(culprit))}"
-    assert_refused(match, lambda: opg_fit.predict(case.unseen, **{name: value}), case.model)
+@pytest.mark.parametrize("method", ["fit", "predict"])
+def test_options(case, opg_fit, method):
+    attempt = partial(fit, case) if method == "fit" else partial(opg_fit.predict, case.unseen)
+    for name, values in (FIT_OPTIONS if method == "fit" else PREDICT_OPTIONS).items():
+        for value in values:
+            culprit = "ggn" if value == ["opg", "ggn"] else value
+            match = f"{name}: expected .*got {re.escape(repr(culprit))}"
+            assert_refused(match, partial(attempt, **{name: value}), case.model)
 
 
 def test_other_requests(case, opg_fit, tmp_path):
     likewise = "with rank='auto' only, got rank=5"
     requests = [
         (lambda: fit(case, "model.pt"), "expected a torch.nn.Module, got str"),
+        (lambda: fit(case, dense().to("meta")), "tensors without values"),
         (lambda: fit(case, estimator="hessian", solver="incremental"), "got 'incremental', which"),
         (lambda: fit(case, solver="dense", max_seconds=60), "expected solver .* got 'dense'"),
         (lambda: fit(case, rank="auto", tolerance="5 %"), "tolerance: expected a number above"),
@@ -132,65 +124,38 @@ def test_other_requests(case, opg_fit, tmp_path):
         deltabars.load(tmp_path / "absent.deltabars", case.model)
 
 
-def augmented(x, y):
-    return Examples(len(y), lambda i: (x[i] + 0.01 * torch.randn_like(x[i]), y[i]))
-
-
-def with_replacement(x, y):
-    return loader(x, y, batch_size=7, sampler=RandomSampler(x, replacement=True))
-
-
 NOT_REPEATING = "same examples on every pass.*Turn off random augmentation"
 DATA = {
     "no batches": (lambda x, y: [], "the data are empty"),
-    "empty loader": (lambda x, y: loader(x[:0], y[:0]), "the data are empty"),
     "generator": (lambda x, y: (pair for pair in [(x, y)]), r"one-pass iterator \(generator\)"),
     "large target": (lambda x, y: (x, y + 1), "from 0 to 2 .*3 outputs.*got 3"),
     "float targets": (lambda x, y: (x, y.double()), r"got torch.float64.*\.long\(\)"),
-    "target column": (lambda x, y: (x, y[:, None]), r"expected shape \(29,\).*got \(29, 1\)"),
     "fewer targets": (lambda x, y: (x, y[:-1]), r"\(29, 4\), \(28,\)"),
     "second batch of another type": (lambda x, y: [(x, y), (x.float(), y)], "torch.float32"),
     "inputs alone": (lambda x, y: x, r"\(inputs, targets\).*got Tensor"),
     "no labels": (lambda x, y: {"x": x, "y": y}, r"'labels', got \['x', 'y'\]"),
-    "a path": (lambda x, y: "train.pt", "expected a DataLoader.*got str"),
     "NaN": (lambda x, y: (x.index_fill(0, y[:1] * 0 + 3, torch.nan), y), "1 of the 29 examples"),
-    "augmentation": (augmented, NOT_REPEATING),
-    "replacement": (with_replacement, NOT_REPEATING),
+    "augmentation": (
+        lambda x, y: Examples(len(y), lambda i: (x[i] + torch.randn_like(x[i]), y[i])),
+        NOT_REPEATING,
+    ),
     "dropped rest": (partial(loader, batch_size=20, shuffle=True, drop_last=True), NOT_REPEATING),
 }
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_data(case, kind):
-    make, match = DATA[kind]
-    assert_refused(match, lambda: fit(case, data=make(*case.data)), case.model)
-
-
-def zero_root(z):
-    return z + (z - z).square().sum(1, keepdim=True).sqrt()
 
 
 OUTPUTS = {
     "one column": (lambda z: z[:, 0], r"expected logits, .*\(B, C\), .*got \(29,\)"),
     "tuple": (lambda z: (z, z), "got tuple.*Wrap the model"),
-    "fewer rows": (lambda z: z[1:], r"one row for each of 29 examples, got \(28, 3\)"),
     "overflow": (lambda z: z * 1e200 * 1e200, "29 NaN or infinite.*overflow"),
-    "NaN gradient": (zero_root, "Gradients: expected finite.*square roots"),
+    "NaN gradient": (lambda z: z + (z - z).sqrt(), "Gradients: expected finite.*square roots"),
     "random": (lambda z: z + torch.randn_like(z), "same outputs.*Turn off what is random"),
 }
 
 
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_outputs(case, kind):
-    change, match = OUTPUTS[kind]
-    model = Wrapped(case.model, change)
-    assert_refused(match, lambda: fit(case, model), model)
-
-
-def unused_layer_last(out):
-    """The network with a layer of `out` outputs behind it that the forward pass never calls."""
+def unused_layer_last():
+    """The network with a layer behind it that the forward pass never calls."""
     model = Wrapped(dense(), lambda z: z)
-    model.auxiliary = nn.Linear(5, out)
+    model.auxiliary = nn.Linear(5, 3)
     return model.double()
 
 
@@ -200,193 +165,118 @@ def frozen():
     return model
 
 
-def not_a_number():
+def unusable():
     model = dense().double()
     nn.init.constant_(model[2].bias, torch.nan)
     return model
 
 
 MODELS = {
-    "NaN weights": (not_a_number, None, r"finite weights, got NaN .*2\.bias"),
+    "NaN weights": (unusable, None, r"finite weights, got NaN .*2\.bias"),
     "no parameters": (nn.Flatten, None, "model with parameters, got one without"),
     "frozen": (frozen, None, r"2 frozen.*0\.weight, 0\.bias.*requires_grad"),
-    "frozen, by pattern": (frozen, "*.bias", r"1 frozen.*0\.bias.*unfreeze"),
     "no match": (dense, "fc*", r"'fc\*'.*The model has 0\.weight, 0\.bias, 2\.weight"),
-    "one of two matches": (dense, ["2*", "2.wieght"], r"'2\.wieght'.*2\.weight"),
     "no patterns": (dense, [], r"params: expected .*got \[\]"),
-    "predicate of nothing": (dense, lambda name: False, r"selects none of 0\.weight"),
-    "auxiliary layer": (
-        lambda: unused_layer_last(7),
-        deltabars.last_layer(),
-        "last_layer.*produce the outputs",
-    ),
-    "unused layer": (
-        lambda: unused_layer_last(3),
-        deltabars.last_layer(),
-        "depends on the selected parameters",
-    ),
+    "unused": (unused_layer_last, deltabars.last_layer(), "depends on the selected parameters"),
 }
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_models_and_selections(case, kind):
-    make, params, match = MODELS[kind]
-    model = make()
-    assert_refused(match, lambda: fit(case, model, params=params), model)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_models_without_values_or_code(case):
-    for make, match in (
-        (lambda: dense().to("meta"), "tensors without values"),
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "tensors without values"),
-        (lambda: torch.jit.script(nn.Linear(4, 3).double()), "TorchScript"),
-    ):
-        with pytest.raises(errors.ModelError, match=match):
-            fit(case, make())
 
 
 INPUTS = {
     "another type": (lambda u: u.float(), "expected torch.float64.*got torch.float32"),
     "another shape": (lambda u: u[:, :3], r"expected .*\(B, 4\).*got .*\(B, 3\)"),
-    "another device": (lambda u: u.to("meta"), "on the CPU, got meta"),
     "NaN": (lambda u: u * torch.nan, "expected finite values, got NaN"),
     "nothing": (lambda u: u[:0], "expected at least one, got none"),
-    "None": (lambda u: None, "got NoneType"),
     "a mapping": (lambda u: {"x": u}, r"got x torch.float64 \(B, 4\)"),
     "batches without labels": (lambda u: [u[:3], u[3:6]], "one tensor of inputs more"),
 }
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-def test_inputs_to_predict(case, opg_fit, kind):
-    change, match = INPUTS[kind]
-    assert_refused(match, lambda: opg_fit.predict(change(case.unseen)), case.model)
+CASES = [(table, kind) for table in (DATA, OUTPUTS, MODELS, INPUTS) for kind in table]
+
+
+@pytest.mark.parametrize(("table", "kind"), CASES, ids=[kind for _, kind in CASES])
+def test_data_outputs_models_and_inputs(case, opg_fit, table, kind):
+    make, *params, match = table[kind]
+    model = case.model
+    if table is INPUTS:
+        attempt = partial(opg_fit.predict, make(case.unseen))
+    elif table is DATA:
+        attempt = partial(fit, case, data=make(*case.data))
+    else:
+        model = make() if params else Wrapped(case.model, make)
+        attempt = partial(fit, case, model, params=params[0] if params else None)
+    assert_refused(match, attempt, model)
 
 
 def test_probabilities_for_logits_are_refused_unless_that_is_said(case):
-    """Whatever number of them is nearly 0 or 1, and in half precision too."""
-    for end in (
-        lambda z: z.softmax(1),
-        lambda z: (30 * z).softmax(1),
-        lambda z: z.bfloat16().softmax(1).to(z.dtype),
-    ):
+    """Whatever number of them is nearly 0 or 1."""
+    for end in (lambda z: z.softmax(1), lambda z: (30 * z).softmax(1)):
         model = Wrapped(case.model, end)
         match = "sum to one. If the model ends in a softmax, leave it out.*torch.log"
         assert_refused(match, lambda model=model: fit(case, model), model)
     model = Wrapped(case.model, lambda z: z.softmax(1))
-    done, _ = with_warnings(lambda: fit(case, model, allow_probabilities=True))
-    loss = torch.nn.functional.cross_entropy(model(case.inputs), case.targets).detach()
-    assert done.diagnostics["mean_loss"] == pytest.approx(float(loss), rel=1e-9)
-    logs = fit(case, Wrapped(case.model, lambda z: z.log_softmax(1))).predict(case.unseen)
-    torch.testing.assert_close(logs.std, fit(case).predict(case.unseen).std, rtol=1e-7, atol=0)
+    with_warnings(lambda: fit(case, model, allow_probabilities=True))
 
 
 @pytest.mark.parametrize("likelihood", ["bernoulli", nn.BCEWithLogitsLoss()])
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_sigmoids_for_logits_likewise(outputs, likelihood):
+def test_sigmoids_for_logits_likewise(likelihood):
     """Outputs from 0 to 1 are probabilities, unless the targets say that they are weak logits."""
-    draw = torch.Generator().manual_seed(0)
-    core = nn.Linear(outputs, outputs).double()
-    nn.init.eye_(core.weight)
-    nn.init.zeros_(core.bias)
-    x = 2 * torch.randn(90, outputs, generator=draw, dtype=torch.float64)
+    x = 2 * torch.randn(90, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def fitted(end, **more):
-        chances = core(x).sigmoid() if end is torch.sigmoid else end(core(x)).sigmoid()
-        y = (torch.rand(90, outputs, generator=draw) < chances).double()
+    def fitted(end, chances, **more):
+        core = nn.Linear(1, 1).double()
+        nn.init.eye_(core.weight)
+        nn.init.zeros_(core.bias)
+        y = chances.bernoulli(generator=torch.Generator().manual_seed(1))
         options = {"l2": 0.01, "rank": 2, "likelihood": likelihood, "progress": False, **more}
         with_warnings(lambda: deltabars.fit(Wrapped(core, end), (x, y), **options))
 
     with pytest.raises(errors.ModelError, match=r"in a sigmoid, leave it out.*torch\.logit"):
-        fitted(torch.sigmoid)
-    fitted(torch.sigmoid, allow_probabilities=True)
-    fitted(lambda z: 0.5 + 0.45 * z.tanh())
+        fitted(torch.sigmoid, x.sigmoid())
+    fitted(torch.sigmoid, x.sigmoid(), allow_probabilities=True)
+    fitted(lambda z: 0.5 + 0.45 * z.tanh(), (0.5 + 0.45 * x.tanh()).sigmoid())
 
 
-def test_bytes_for_a_network_of_floats():
-    """Of images that were trained on as x / 255; words that help wherever they are met."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (60, 16), generator=draw, dtype=torch.uint8)
-    model, y = nn.Linear(16, 3), torch.arange(60) % 3
-    options = {"l2": 0.01, "rank": 3, "progress": False}
-    advice = "of torch.uint8: a network that was trained on floats.*x.float\\(\\) / 255"
-    assert_refused(advice, lambda: deltabars.fit(model, (x, y), **options), model)
-    _, found = with_warnings(lambda: deltabars.fit(model, (x.float(), y), **options))
-    said = "whole numbers from 0 to 255: divide them as in training"
-    assert said in found[errors.OptimumWarning]
-    fitted, _ = with_warnings(lambda: deltabars.fit(model, (x / 255, y), **options))
-    assert_refused("by x.float\\(\\) / 255", lambda: fitted.predict(x), model)
+WEIGHTED = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)
 
 
-def network_at_chance(kind):
-    """A network that was not trained, with its data and likelihood."""
+@pytest.mark.parametrize("likelihood", ["categorical", WEIGHTED, "bernoulli", "gaussian"])
+def test_a_network_at_chance_is_warned_of(case, likelihood):
     torch.manual_seed(0)
     x, y = torch.randn(120, 4).double(), torch.arange(120) % 3
-    numbers = x @ torch.tensor([[1.0], [2.0], [0.0], [-1.0]]).double()
-    if kind == "numbers":
-        return nn.Linear(4, 1).double(), (x, numbers), "gaussian"
-    if kind == "answers":
-        return nn.Linear(4, 2).double(), (x, (numbers.expand(-1, 2) > 0).long()), "bernoulli"
-    weight = torch.tensor([1.0, 2.0, 3.0])
-    weighted = nn.CrossEntropyLoss(weight, label_smoothing=0.1)
-    return nn.Linear(4, 3).double(), (x, y), weighted if kind == "weighted" else "categorical"
-
-
-@pytest.mark.parametrize("kind", ["classes", "weighted", "answers", "numbers"])
-def test_a_network_at_chance_is_warned_of(kind):
-    model, (x, y), likelihood = network_at_chance(kind)
+    if isinstance(likelihood, str) and likelihood != "categorical":
+        y = x @ torch.tensor([[1.0], [2.0], [0.0], [-1.0]]).double()
+        y = (y > 0).double() if likelihood == "bernoulli" else y
+    model = nn.Linear(4, 3 if y.ndim == 1 else 1).double()
     options = {"l2": 1e-4, "rank": 3, "likelihood": likelihood, "progress": False}
     done, given = with_warnings(lambda: deltabars.fit(model, (x, y), **options))
     assert "which is that of chance" in given[errors.OptimumWarning]
     said = done.predict(x).judgement
     assert (said.level, "no better than chance" in said.reason) == ("meaningless", True)
-    outputs, accuracy = model(x).detach(), done.diagnostics["train_accuracy"]
-    if kind == "numbers":
+    accuracy = done.diagnostics["train_accuracy"]
+    if likelihood == "gaussian":
         assert accuracy is None
     else:
-        label = (outputs > 0).long() if kind == "answers" else outputs.argmax(1)
+        label = model(x).argmax(1) if y.ndim == 1 else (model(x) > 0).double()
         assert accuracy == pytest.approx(float((label == y).double().mean()))
-        assert f"a training accuracy of {accuracy:.1%}" in given[errors.OptimumWarning]
     # The best constant outputs, by fitting a bias alone.
     problem, _ = with_warnings(lambda: deltabars.Problem(model, (x, y), likelihood, l2=0.01))
-    bias = nn.Parameter(torch.zeros(outputs.shape[1], dtype=torch.float64))
-    minimise(nn.ParameterList([bias]), lambda: constant_loss(problem, bias, y), 0.0)
-    least = float(constant_loss(problem, bias, y).detach())
-    assert problem.constant_answer[1] == pytest.approx(least, rel=1e-9)
+    bias = nn.Parameter(torch.zeros(model.out_features, dtype=torch.float64))
+    loss = lambda: problem.likelihood.loss(bias.expand(len(y), -1), y).mean()  # noqa: E731
+    minimise(nn.ParameterList([bias]), loss, 0.0)
+    assert problem.constant_answer[1] == pytest.approx(float(loss().detach()), rel=1e-9)
+    assert not with_warnings(lambda: fit(case))[1]  # a useful one is not
 
 
-def constant_loss(problem, bias, targets):
-    return problem.likelihood.loss(bias.expand(len(targets), -1), targets).mean()
-
-
-def test_a_useful_network_is_not_at_chance(case):
-    """Of unequal classes it may always predict the largest one, with probabilities that differ."""
-    done, given = with_warnings(lambda: fit(case))
-    assert not given
-    expected = (case.model(case.inputs).argmax(1) == case.targets).double().mean()
-    assert done.diagnostics["train_accuracy"] == pytest.approx(float(expected))
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(2000, 1, generator=draw).double()
-    y = (torch.rand(2000, 1, generator=draw) < (x - 3).sigmoid()).long()[:, 0]
-    line = nn.Linear(1, 2).double()
-    with torch.no_grad():
-        line.weight.copy_(torch.tensor([[0.0], [1.0]]))
-        line.bias.copy_(torch.tensor([0.0, -3.0]))
-    done, given = with_warnings(lambda: deltabars.fit(line, (x, y), l2=1.0, rank=2, progress=False))
-    assert done.diagnostics["train_accuracy"] <= float(1 - y.double().mean()) + 0.005
-    assert "chance" not in given.get(errors.OptimumWarning, "")
-
-
-@pytest.mark.parametrize("estimator", ["opg", "hessian"])
-def test_unconverged_pairs_are_counted(case, estimator):
-    options = {"solver": "krylov", "max_products": 8, "estimator": estimator}
-    done, given = with_warnings(lambda: fit(case, **options))
-    residuals = done.spectra[estimator].residuals
-    pattern = f"got {NUMBER} that have not converged; the largest residual is {NUMBER}"
-    count, largest = re.search(pattern, given[errors.ConvergenceWarning]).groups()
-    assert int(count) == int((residuals > 1e-10).sum()) > 0
-    assert float(largest) == pytest.approx(float(residuals.max()), rel=0.06)  # two digits
+def test_bytes_for_a_network_of_floats():
+    """Of images that were trained on as x / 255."""
+    x = torch.arange(60 * 16, dtype=torch.float32).remainder(251).view(60, 16).byte()
+    model, y = nn.Linear(16, 3), torch.arange(60) % 3
+    options = {"l2": 0.01, "rank": 3, "progress": False}
+    advice = r"of torch.uint8: a network that was trained on floats.*x.float\(\) / 255"
+    assert_refused(advice, lambda: deltabars.fit(model, (x, y), **options), model)
+    fitted, _ = with_warnings(lambda: deltabars.fit(model, (x / 255, y), **options))
+    assert_refused(r"by x.float\(\) / 255", lambda: fitted.predict(x), model)
 
 
 @pytest.mark.parametrize("estimator", ["hessian", "sandwich"])
@@ -395,19 +285,11 @@ def test_an_untrained_network_is_warned_of_and_still_served(case, estimator):
         torch.manual_seed(1)
         model = dense().double()
     oracle = Oracle(model, *case.data, l2=1e-3)
-    exact = torch.linalg.eigvalsh(oracle.hessian())
+    bad = int((torch.linalg.eigvalsh(oracle.hessian()) <= 0).sum())
     options = {"l2": 1e-3, "rank": oracle.size, "estimator": estimator}
     done, given = with_warnings(lambda: fit(case, model, **options))
-
-    norm = re.search(f"gradient of norm {NUMBER}, ", given[errors.OptimumWarning])[1]
-    assert float(norm) == pytest.approx(float(oracle.gradient().norm()), rel=6e-3)  # three digits
-    pattern = f"got {NUMBER} of {NUMBER} at or below zero .down to {NUMBER}.*rank={NUMBER}"
-    bad, total, least, rank = re.search(pattern, given[errors.SpectrumWarning]).groups()
-    assert int(bad) == int((exact <= 0).sum()) > 0
-    assert (int(total), int(rank)) == (oracle.size, oracle.size - int(bad))
-    assert float(least) == pytest.approx(float(exact[0]), rel=6e-3)
-
+    assert "gradient of norm" in given[errors.OptimumWarning]
+    assert f"got {bad} of {oracle.size} at or below zero" in given[errors.SpectrumWarning]
     found = done.predict(case.unseen)
     numbers = torch.cat([found.std, found.std_error, found.std_low, found.std_high])
-    assert bool(numbers.isfinite().all())
-    assert bool((numbers >= 0).all())
+    assert bool((numbers.isfinite() & (numbers >= 0)).all())

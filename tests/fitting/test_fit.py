@@ -30,9 +30,6 @@ def test_one_seed_one_result_bit_for_bit(dense_case, estimator, dtype):
     for name, pairs in first.spectra.items():
         assert torch.equal(pairs.values, second.spectra[name].values)
         assert torch.equal(pairs.vectors, second.spectra[name].vectors)
-    a, b = first.predict(dense_case.unseen), second.predict(dense_case.unseen)
-    assert torch.equal(a.std, b.std)
-    assert torch.equal(a.std_error, b.std_error)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -41,31 +38,21 @@ def test_solvers_agree(dense_case, estimator):
     for solver in ("krylov", "arpack"):
         out = fitted(dense_case, estimator, solver=solver).predict(dense_case.unseen)
         torch.testing.assert_close(out.std, exact.std, rtol=1e-8, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["dense", "convolutional", "rectified"])
-@pytest.mark.parametrize("estimator", ["opg", "ggn"])
-def test_incremental_svd_is_exact_at_full_rank(kind, estimator):
-    case = cached_case(kind)
-    fit = fitted(case, estimator, case.oracle.size, solver="incremental")
-    assert fit.spectra[estimator].statistics["solver"] == "incremental"
-    exact = case.oracle.covariance(estimator, case.unseen)
-    # Inverses of matrices with condition numbers of some hundreds, in float64.
-    found = fit.predict(case.unseen, covariance=True).covariance
-    torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-10)
+    if estimator in ("opg", "ggn"):
+        out = fitted(dense_case, estimator, 43, solver="incremental").predict(dense_case.unseen)
+        exact = dense_case.oracle.std(estimator, dense_case.unseen)
+        torch.testing.assert_close(out.std, exact, rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize("estimator", ["hessian", "opg", "sandwich"])
 @pytest.mark.parametrize(
     ("selection", "names"),
     [
-        (["2.*"], ["2.weight", "2.bias"]),
         ("*.bias", ["0.bias", "2.bias"]),
-        (lambda name: name.startswith("0"), ["0.weight", "0.bias"]),
         (lambda name, p: p.ndim == 2, ["0.weight", "2.weight"]),
         (deltabars.last_layer(), ["2.weight", "2.bias"]),
     ],
-    ids=["patterns", "one pattern", "predicate", "predicate of two", "last layer"],
+    ids=["pattern", "predicate", "last layer"],
 )
 def test_parameter_subsets_are_exact(selection, names, estimator):
     case = cached_case("dense", l2=0.1)
@@ -75,33 +62,6 @@ def test_parameter_subsets_are_exact(selection, names, estimator):
     assert fit.network.parameters.names == tuple(names)
     exact = oracle.std(estimator, case.unseen)
     torch.testing.assert_close(fit.predict(case.unseen).std, exact, rtol=0, atol=1e-8)
-
-
-def test_tied_weights_count_once_under_either_name():
-    case = cached_case("shared")
-    whole = fitted(case)
-    assert whole.num_parameters == sum(p.numel() for p in case.model.parameters()) == 39
-    for name in ("first.weight", "second.weight"):
-        assert fitted(case, params=[name]).network.parameters.names == ("first.weight",)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_with_l2_is_the_fit_of_that_l2(estimator):
-    case = cached_case("linear", l2=0.05)
-    moved = fitted(case, estimator).with_l2(0.1)
-    fresh = fitted(case, estimator, l2=0.1)
-    assert moved.l2 == 0.1
-    torch.testing.assert_close(
-        moved.predict(case.unseen).std, fresh.predict(case.unseen).std, rtol=1e-9, atol=0
-    )
-    torch.testing.assert_close(
-        moved.predict(case.unseen).std_error, fresh.predict(case.unseen).std_error,
-        rtol=1e-6, atol=1e-8,  # the tail is λ itself here: what is left is √rounding
-    )  # fmt: skip
-    back = moved.with_l2(0.05)
-    torch.testing.assert_close(
-        back.predict(case.unseen).std, fitted(case, estimator).predict(case.unseen).std
-    )
 
 
 def test_with_l2_warns_where_the_hessian_turns_negative(dense_case):
@@ -119,9 +79,9 @@ def dense_root(oracle, estimator, rank):
         q = vectors[:, -rank:]
         return q * values[-rank:] ** exponent @ q.T
 
-    if estimator != "sandwich":
-        return power(estimator, -0.5) / oracle.count**0.5
-    return power("hessian", -1) @ power("opg", 0.5) / oracle.count**0.5
+    both = estimator == "sandwich"
+    root = power("hessian", -1) @ power("opg", 0.5) if both else power(estimator, -0.5)
+    return root / oracle.count**0.5
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -132,10 +92,16 @@ def test_samples_have_the_covariance(estimator):
     exact = oracle.parameter_covariance(estimator)
     root = dense_root(oracle, estimator, 6)
     whole, few = fitted(case, estimator, oracle.size), fitted(case, estimator, 6)
-    for draws, expected in (
+    cases = [
         (whole.sample(count, seed=3), exact),
         (few.sample(count, seed=3, full_rank=False), root @ root.T),
-    ):
+    ]
+    if estimator in ("opg", "ggn"):  # the rest of the spectrum is closed by its middle
+        pairs = few.spectra[estimator]
+        middle = (1 / few.l2 + 1 / pairs.values[-1]) / 2 / few.num_examples
+        rest = oracle.eye() - pairs.vectors.T @ pairs.vectors
+        cases.append((few.sample(count, seed=3), root @ root.T + middle * rest))
+    for draws, expected in cases:
         assert draws.shape == (count, oracle.size)
         scale = float(expected.diagonal().max())
         # The error of a sample covariance is about scale·√(2/count) = 0.0045 of the scale.
@@ -148,17 +114,6 @@ def test_samples_have_the_covariance(estimator):
     if estimator != "sandwich":  # nothing is outside the span: what is left is rounding
         low = whole.sample(5, full_rank=False)
         torch.testing.assert_close(whole.sample(5), low, rtol=0, atol=1e-10)
-
-
-def test_samples_of_a_low_rank_fit_have_its_closed_covariance(dense_case):
-    fit = fitted(dense_case, "opg", 6)
-    pairs, l2 = fit.spectra["opg"], fit.l2
-    closed = (1 / l2 + 1 / float(pairs.values[-1])) / 2
-    q = pairs.vectors.T
-    eye = torch.eye(fit.num_parameters, dtype=torch.float64)
-    exact = (q / pairs.values @ q.T + closed * (eye - q @ q.T)) / fit.num_examples
-    draws = fit.sample(100_000)
-    torch.testing.assert_close(draws.T.cov(), exact, rtol=0, atol=0.03 * float(exact.max()))
 
 
 @pytest.mark.parametrize("estimator", ["hessian", "opg", "ggn"])
@@ -185,19 +140,6 @@ def test_both_ends_of_the_hessian(dense_case):
         assert below == pytest.approx(dense_case.l2 - float(exact[0]), abs=1e-9)
 
 
-def test_diagnostics_say_how_good_the_fit_is(dense_case):
-    fit = fitted(dense_case, "sandwich", 8, solver="krylov")
-    gradient = dense_case.oracle.gradient()
-    assert fit.diagnostics["gradient_norm"] == pytest.approx(float(gradient.norm()), abs=1e-10)
-    for name in ("hessian", "opg"):
-        found = fit.diagnostics[name]
-        assert found["converged"] == 8
-        assert found["products"] > 8
-        assert found["orthogonality"] < 1e-12
-        assert found["residual_rms"] < 1e-9
-    assert fit.diagnostics["opg"]["tail_below_l2"] == pytest.approx(0, abs=1e-12)
-
-
 def test_a_fit_is_immutable_and_readable(dense_case):
     fit = fitted(dense_case, "sandwich", 8)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -205,10 +147,7 @@ def test_a_fit_is_immutable_and_readable(dense_case):
     for values in (fit.spectra, fit.diagnostics):
         with pytest.raises(TypeError):
             values["opg"] = None
-    text = repr(fit)
-    for part in ("sandwich", "N = 29", "P = 43", "K = 8", "λ = 0.05", "hessian", "opg"):
-        assert part in text
-    assert "K=8" in repr(fit.spectra["opg"])
+    assert "sandwich, N = 29, P = 43, K = 8, λ = 0.05" in repr(fit)
 
 
 def test_half_precision_models_are_computed_in_float32(dense_case):
@@ -220,22 +159,3 @@ def test_half_precision_models_are_computed_in_float32(dense_case):
     out = fit.predict(dense_case.unseen.half())
     close = fitted(dense_case, rank=5).predict(dense_case.unseen)
     torch.testing.assert_close(out.std.double(), close.std, rtol=0.05, atol=1e-3)  # half: 3 digits
-
-
-@pytest.mark.parametrize("estimator", ["hessian", "opg", "ggn"])
-def test_examples_worked_on_at_a_time_only_change_rounding(dense_case, estimator):
-    whole = fitted(dense_case, estimator).predict(dense_case.unseen)
-    for size in (1, 4, 28):
-        parts = fitted(dense_case, estimator, batch_size=size).predict(dense_case.unseen)
-        torch.testing.assert_close(parts.std, whole.std, rtol=1e-10, atol=0)
-
-
-def test_effective_parameters_leave_out_what_is_not_positive():
-    case = cached_case("rectified")
-    with pytest.warns(SpectrumWarning):
-        fit = fitted(case, "hessian", case.oracle.size)
-    values = torch.linalg.eigvalsh(case.oracle.hessian())
-    positive = values[values > 0]
-    expected = float(((positive - case.l2) / positive).sum())
-    assert fit.effective_parameters == pytest.approx(expected, rel=1e-6)
-    assert "below λ" in repr(fit)

@@ -48,26 +48,24 @@ def import_peer(name):
         return pytest.importorskip(name, reason=f"{name}, the peer to compare with, is absent")
 
 
-def batches(case):
-    return list(zip(case.inputs.split(BATCH), case.targets.split(BATCH), strict=True))
-
-
 def curvlinops_operator(case, matrix):
-    """curvlinops' operator of the mean loss: λ is not in it. Its EF is (1/N) Σ gₙ gₙᵀ for
-    reduction="mean".
-    """
-    curvlinops = import_peer("curvlinops")
-    kind = {
-        "hessian": curvlinops.HessianLinearOperator,
-        "ggn": curvlinops.GGNLinearOperator,
-        "opg": curvlinops.EFLinearOperator,
-    }[matrix]
-    loss = nn.CrossEntropyLoss(reduction="mean")
-    return kind(case.model, loss, list(case.model.parameters()), batches(case))
+    """curvlinops' operator of the mean loss: λ is not in it."""
+    name = {"hessian": "Hessian", "ggn": "GGN", "opg": "EF"}[matrix]
+    kind = getattr(import_peer("curvlinops"), f"{name}LinearOperator")
+    data = list(zip(case.inputs.split(BATCH), case.targets.split(BATCH), strict=True))
+    return kind(case.model, nn.CrossEntropyLoss(), list(case.model.parameters()), data)
+
+
+def eye(size):
+    return torch.eye(size, dtype=torch.float64)
 
 
 def dense_form(operator):
-    return (operator @ torch.eye(operator.shape[1], dtype=torch.float64)).detach()
+    return (operator @ eye(operator.shape[1])).detach()
+
+
+def assert_close(found, expected, rtol=0.0, atol=1e-10):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def deltabars_operator(case, matrix):
@@ -81,13 +79,10 @@ def largest(matrix, rank=RANK):
 def assert_eigenpairs(pairs, matrix, tolerance):
     """The values are the largest ones, the rows orthonormal, and A q = λ q."""
     rank = len(pairs)
-    torch.testing.assert_close(pairs.values, largest(matrix, rank), rtol=0, atol=tolerance)
-    products = pairs.vectors @ matrix
-    torch.testing.assert_close(
-        products, pairs.values[:, None] * pairs.vectors, rtol=0, atol=tolerance
-    )
-    eye = torch.eye(rank, dtype=torch.float64)
-    torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=tolerance)
+    assert_close(pairs.values, largest(matrix, rank), atol=tolerance)
+    scaled = pairs.values[:, None] * pairs.vectors
+    assert_close(pairs.vectors @ matrix, scaled, atol=tolerance)
+    assert_close(pairs.vectors @ pairs.vectors.T, eye(rank), atol=tolerance)
 
 
 class TestCurvlinops:
@@ -96,10 +91,9 @@ class TestCurvlinops:
     def test_matrices_agree(self, kind, matrix):
         case = trained(kind)
         theirs = dense_form(curvlinops_operator(case, matrix))
-        theirs += case.l2 * torch.eye(len(theirs), dtype=torch.float64)
-        ours = deltabars_operator(case, matrix).to_dense()
+        theirs += case.l2 * eye(len(theirs))
         # Entries are of the order of one and less: float64 sums of 29 terms in two orders.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        assert_close(deltabars_operator(case, matrix).to_dense(), theirs)
 
     @pytest.mark.parametrize("matrix", OPERATORS)
     @pytest.mark.parametrize("solve", [eigen.lanczos, eigen.block_krylov])
@@ -113,41 +107,27 @@ class TestCurvlinops:
 class TestSciPy:
     @pytest.mark.parametrize("matrix", OPERATORS)
     def test_eigsh_takes_our_operators(self, case, matrix):
-        linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
-        operator = deltabars_operator(case, matrix)
+        linalg = import_peer("scipy.sparse.linalg")
+        operator = deltabars_operator(case, matrix).to_scipy()
         start = np.random.default_rng(0).standard_normal(operator.shape[0])
-        values, columns = linalg.eigsh(operator.to_scipy(), k=RANK, which="LA", v0=start)
+        values, columns = linalg.eigsh(operator, k=RANK, which="LA", v0=start)
         exact = case.oracle.matrix(matrix)
         # eigsh works to machine precision; the oracle sums in another order.
         np.testing.assert_allclose(values[::-1], largest(exact), rtol=0, atol=1e-10)
         np.testing.assert_allclose(exact.numpy() @ columns, columns * values, rtol=0, atol=1e-10)
-
-    def test_matvec_and_matmat_are_the_matrix(self, case):
-        pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
-        operator = deltabars_operator(case, "hessian").to_scipy()
-        exact = case.oracle.hessian().numpy()
-        columns = np.random.default_rng(1).standard_normal((exact.shape[0], 3))
-        # Float64 sums in two orders.
-        np.testing.assert_allclose(operator @ columns, exact @ columns, rtol=0, atol=1e-10)
-        np.testing.assert_allclose(
-            operator.matvec(columns[:, 0]), exact @ columns[:, 0], rtol=0, atol=1e-10
-        )
-        np.testing.assert_allclose(
-            operator.rmatvec(columns[:, 0]), exact.T @ columns[:, 0], rtol=0, atol=1e-10
-        )
+        expected = exact.numpy() @ start
+        for found in (operator.matvec(start), operator.rmatvec(start), operator @ start):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
 
     @pytest.mark.parametrize("form", ["scipy", "numpy", "torch"])
     @pytest.mark.parametrize("solve", [eigen.lanczos, eigen.block_krylov, eigen.arpack])
     def test_solvers_take_plain_matrices(self, case, form, solve):
-        linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is absent")
+        linalg = import_peer("scipy.sparse.linalg")
         exact = case.oracle.hessian()
-        forms = {
-            "scipy": lambda: linalg.aslinearoperator(exact.numpy()),
-            "numpy": exact.numpy,
-            "torch": lambda: exact,
-        }
+        given = exact if form == "torch" else exact.numpy()
+        given = linalg.aslinearoperator(given) if form == "scipy" else given
         # The solvers stop at residuals of 1e-10 times the largest value, which is under 100.
-        assert_eigenpairs(solve(forms[form](), RANK), exact, 1e-8)
+        assert_eigenpairs(solve(given, RANK), exact, 1e-8)
 
 
 @pytest.mark.usefixtures("float64_default")
@@ -185,15 +165,13 @@ class TestLaplaceTorch:
         mean, covariance = posterior._glm_predictive_distribution(case.unseen)
         out = self.our_fit(case, case.l2).predict(case.unseen, space="logit", covariance=True)
         # The same forward pass, up to the batch it runs in.
-        torch.testing.assert_close(out.mean, mean, rtol=0, atol=1e-10)
+        assert_close(out.mean, mean)
         # Two float64 inverses of a matrix with a condition number under a hundred.
-        torch.testing.assert_close(out.covariance, covariance, rtol=1e-9, atol=1e-11)
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        torch.testing.assert_close(out.variance, variance, rtol=1e-9, atol=1e-11)
+        assert_close(out.covariance, covariance, 1e-9, 1e-11)
+        assert_close(out.variance, covariance.diagonal(dim1=1, dim2=2), 1e-9, 1e-11)
 
     def test_log_marginal_likelihood_agrees(self, case):
-        fit = self.our_fit(case, case.l2)
-        posterior = self.their_posterior(case, case.l2)
+        fit, posterior = self.our_fit(case, case.l2), self.their_posterior(case, case.l2)
         for level in (case.l2, 0.001, 0.3):
             theirs = posterior.log_marginal_likelihood(
                 torch.tensor(level * len(case.targets), dtype=torch.float64)
@@ -210,10 +188,9 @@ class TestLaplaceTorch:
         _, covariance = posterior._glm_predictive_distribution(case.unseen)
         fit = self.our_fit(case, l2)
         out = fit.predict(case.unseen, space="logit", covariance=True)
-        torch.testing.assert_close(out.covariance, covariance, rtol=1e-8, atol=1e-10)
-        ours = log_evidence(fit, torch.tensor([1.0]))[0]
-        theirs = posterior.log_marginal_likelihood()
-        assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+        assert_close(out.covariance, covariance, 1e-8)
+        ours = float(log_evidence(fit, torch.tensor([1.0]))[0])
+        assert ours == pytest.approx(float(posterior.log_marginal_likelihood()), rel=1e-6)
 
     @pytest.mark.parametrize("noise", [0.4, 3.0])
     def test_regression_agrees(self, noise):
@@ -223,13 +200,12 @@ class TestLaplaceTorch:
         fit = self.our_fit(case, case.l2, likelihood=Gaussian(noise))
         out = fit.predict(case.unseen, covariance=True)
         # As above: one forward pass, two inverses.
-        torch.testing.assert_close(out.mean, mean, rtol=0, atol=1e-10)
-        torch.testing.assert_close(out.covariance, covariance, rtol=1e-9, atol=1e-11)
+        assert_close(out.mean, mean)
+        assert_close(out.covariance, covariance, 1e-9, 1e-11)
         total = (covariance.diagonal(dim1=1, dim2=2) + noise**2).sqrt()
-        torch.testing.assert_close(out.total_std, total, rtol=1e-9, atol=0)
-        theirs = posterior.log_marginal_likelihood()
-        ours = log_evidence(fit, torch.tensor([case.l2]))[0]
-        assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+        assert_close(out.total_std, total, 1e-9, 0)
+        ours = float(log_evidence(fit, torch.tensor([case.l2]))[0])
+        assert ours == pytest.approx(float(posterior.log_marginal_likelihood()), rel=1e-6)
 
 
 class TestIncrementalSVD:
@@ -248,26 +224,21 @@ class TestIncrementalSVD:
         # The same recurrence in float64; values are of the order of one and less. scikit-learn
         # divides by n − 1, deltabars by n.
         expected = torch.from_numpy(theirs.explained_variance_) * (count - 1) / count
-        torch.testing.assert_close(ours.values, expected, rtol=0, atol=1e-8)
+        assert_close(ours.values, expected, atol=1e-8)
         singular = torch.from_numpy(theirs.singular_values_)
-        torch.testing.assert_close((count * ours.values).sqrt(), singular, rtol=0, atol=1e-8)
+        assert_close((count * ours.values).sqrt(), singular, atol=1e-8)
         overlaps = ours.vectors @ torch.from_numpy(theirs.components_).T
-        eye = torch.eye(rank, dtype=torch.float64)  # up to the sign of each component
-        torch.testing.assert_close(overlaps.abs(), eye, rtol=0, atol=1e-8)
+        assert_close(overlaps.abs(), eye(rank), atol=1e-8)  # up to the sign of each component
 
-    def test_untruncated_is_exact(self, rows):
-        rank = min(rows.shape)
-        pairs = eigen.incremental_svd(rows.split(BATCH), rank)
-        exact = rows.T @ rows / len(rows)
-        # Squares of singular values in float64.
-        assert_eigenpairs(pairs, exact, 1e-10)
-        assert pairs.statistics["discarded_energy"] < 1e-10  # rounding: nothing was cut
-
-    @pytest.mark.parametrize("rank", [1, 3, 10])
+    @pytest.mark.parametrize("rank", [1, 3, 10, None])
     def test_truncation_loses_at_most_what_it_reports(self, rows, rank):
-        pairs = eigen.incremental_svd(rows.split(BATCH), rank)
-        lost = largest(rows.T @ rows / len(rows), rank) - pairs.values
+        pairs = eigen.incremental_svd(rows.split(BATCH), rank or min(rows.shape))
+        exact = rows.T @ rows / len(rows)
+        lost = largest(exact, len(pairs)) - pairs.values
         rounding = 1e-12  # of sums in float64
         assert (lost >= -rounding).all()
         assert (lost <= pairs.statistics["discarded_energy"] + rounding).all()
-        assert lost.max() > 1e-6  # the cut is felt: else this test shows nothing
+        if rank is None:  # nothing was cut
+            assert_eigenpairs(pairs, exact, 1e-10)
+        else:
+            assert lost.max() > 1e-6  # the cut is felt: else this test shows nothing

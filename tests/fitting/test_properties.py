@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ shapes = st.builds(
     decade=st.integers(-4, 1),
     seed=st.integers(0, 2**32 - 1),
 )
-problem_of = lru_cache(maxsize=None)(Problem.of)  # the laws are given the same networks
+problem_of = cache(Problem.of)  # the laws are given the same networks
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)

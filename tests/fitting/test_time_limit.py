@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -12,9 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import deltabars
-from deltabars.eigen import incremental_svd
-from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.errors import ConvergenceWarning
 from tests import processes
 from tests.stopping import LONGER, WAYS, differing, fit, subject
@@ -42,10 +38,8 @@ def test_it_stops_and_the_same_call_resumes_to_the_same_bits(way, tmp_path):
     folder, plain = tmp_path / "kept", fit(**options)
     with pytest.warns(ConvergenceWarning, match="max_seconds"):
         some = fit(folder, seconds=1e9, max_seconds=AT_ONCE, **options)
-    short = [name for name in some.spectra if some.diagnostics[name].get("stopped_by") == OVER]
-    assert short
-    for name in short:
-        assert 0 < len(some.spectra[name]) <= len(plain.spectra[name])
+    assert OVER in [some.diagnostics[name].get("stopped_by") for name in some.spectra]
+    assert all(0 < len(some.spectra[name]) <= len(plain.spectra[name]) for name in some.spectra)
     if options["rank"] == "auto":
         assert some.diagnostics["rank"]["stopped_by"] == OVER
     inputs = subject()[1][0]
@@ -65,8 +59,7 @@ def test_what_it_has_by_then_is_honest(estimator, solver):
     exact = whole(estimator).predict(inputs).std
     for seconds in (AT_ONCE, 0.04):
         options = {"estimator": estimator, "rank": 60, "solver": solver, "batch_size": 7}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
+        with warnings.catch_warnings(action="ignore", category=ConvergenceWarning):
             some = fit(max_seconds=seconds, **options)
         for name, pairs in some.spectra.items():
             vectors = pairs.vectors
@@ -83,46 +76,12 @@ def test_what_it_has_by_then_is_honest(estimator, solver):
             assert bool((exact <= out.std_high * (1 + 1e-9)).all())
 
 
-def after(steps):
-    """Over after so many times of asking."""
-    count = itertools.count(1)
-    return lambda: next(count) > steps
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5, 12, 1000])
-def test_solvers_keep_what_has_converged(steps):
-    values = 10 * 0.7 ** torch.arange(90, dtype=torch.float64) + 0.01
-    matrix = torch.linalg.qr(torch.randn(90, 90, dtype=torch.float64))[0]
-    matrix = matrix * values @ matrix.T
-    for pairs in (
-        lanczos(matrix, 12, is_over=after(steps)),
-        block_krylov(matrix, 12, block_size=4, is_over=after(steps)),
-    ):
-        assert 1 <= len(pairs) <= 12
-        torch.testing.assert_close(pairs.values, values[: len(pairs)], rtol=1e-9, atol=0)
-        stopped = pairs.statistics.get("stopped_by")
-        assert stopped == (OVER if steps < 6 else None) or steps == 12
-        assert len(pairs) == 12 or stopped
-    rows = list(torch.linalg.cholesky(matrix).T.split(9))
-    exact = torch.cat(rows).T @ torch.cat(rows) / 90
-    pairs = incremental_svd(rows, 6, is_over=after(steps))
-    gap = exact - (pairs.vectors.T * pairs.values) @ pairs.vectors
-    ends = torch.linalg.eigvalsh(gap)
-    assert float(ends[0]) > -1e-12
-    assert float(ends[-1]) <= pairs.slack * (1 + 1e-9)
-    assert pairs.statistics.get("rows_left", 0) == max(0, 90 - 9 * (steps + 1))
-
-
-class Slow(nn.Module):
+class Slow(nn.Sequential):
     """A network that takes its time."""
 
-    def __init__(self, seconds):
-        super().__init__()
-        self.layer, self.seconds = subject()[0], seconds
-
     def forward(self, inputs):
-        time.sleep(self.seconds)
-        return self.layer(inputs)
+        time.sleep(0.01)
+        return super().forward(inputs)
 
 
 def test_a_slow_network_is_stopped_in_time():
@@ -130,31 +89,23 @@ def test_a_slow_network_is_stopped_in_time():
     options = {"estimator": "sandwich", "rank": 100, "batch_size": 20, "memory_budget": 400_000}
     began = time.monotonic()
     with pytest.warns(ConvergenceWarning, match="max_seconds"):
-        found = fit(model=Slow(0.01), max_seconds=0.4, **options)
+        found = fit(model=Slow(subject()[0]), max_seconds=0.4, **options)
     assert time.monotonic() - began < 3.5  # on a machine that is busy with other things
     assert found.rank >= 1
-    assert found.diagnostics["manifest"]["options"]["max_seconds"] == 0.4
 
 
 def test_enough_time_changes_nothing():
-    for way in ("lanczos", "incremental"):
-        assert differing(fit(max_seconds=1e6, **WAYS[way]), fit(**WAYS[way])) == []
-    model, data = nn.Linear(4, 3).double(), (torch.randn(20, 4).double(), torch.arange(20) % 3)
-    for seconds, solver in ((math.inf, "dense"), (60, "block_krylov")):
-        found = fit(model=model, data=data, solver="auto", rank=5, max_seconds=seconds)
-        assert found.diagnostics["opg"]["solver"] == solver
+    for seconds in (1e6, math.inf):
+        assert differing(fit(max_seconds=seconds, **WAYS["ggn"]), fit(**WAYS["ggn"])) == []
 
 
 def test_processes_stop_together(tmp_path):
     """Though their clocks differ."""
-    model, data = subject()
-    options = {"l2": 0.05, "rank": 24, "progress": False, "solver": "krylov", "estimator": "ggn"}
 
     def work(process):
         time.sleep(0.05 * process)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            some = deltabars.fit(model, data, max_seconds=0.1, **options)
+        with warnings.catch_warnings(action="ignore"):
+            some = fit(max_seconds=0.1, **WAYS["ggn"])
         return some.spectra["ggn"].values, some.diagnostics["ggn"].get("stopped_by")
 
     one, two = processes.results(2, work, tmp_path / "both")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 
 import deltabars
 from deltabars.errors import BadValueError
 from deltabars.fitting.tuning import log_evidence
 from tests.conftest import cached_case
 from tests.networks import make_case
-
-MATRICES = ("opg", "ggn", "hessian")
 
 
 def fitted(case, estimator="opg", rank=None, **options):
@@ -34,15 +35,6 @@ def dense_evidence(case, estimator):
     return evidence
 
 
-def golden(function, low, high):
-    """The maximum of a function of log λ, by golden sections."""
-    ratio = (5**0.5 - 1) / 2
-    for _ in range(80):
-        a, b = high * (low / high) ** ratio, low * (high / low) ** ratio
-        low, high = (low, b) if function(a) > function(b) else (a, high)
-    return (low * high) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("kind", "estimator"),
     [("linear", "opg"), ("linear", "hessian"), ("dense", "ggn"), ("convolutional", "opg")],
@@ -62,16 +54,15 @@ def test_with_all_pairs_it_is_the_dense_one(kind, estimator):
 @pytest.mark.parametrize("solver", ["dense", "incremental"])
 def test_intervals_hold_at_every_rank(estimator, solver):
     levels = torch.logspace(-6, 3, 10, dtype=torch.float64)
-    for seed in range(2):
-        case = make_case(("dense", "rectified")[seed % 2], l2=(0.05, 0.005)[seed % 2], seed=seed)
+    for seed, kind in enumerate(("dense", "rectified")):
+        case = make_case(kind, l2=(0.05, 0.005)[seed], seed=seed)
         exact = dense_evidence(case, estimator)
         expected = torch.tensor([exact(float(level)) for level in levels], dtype=torch.float64)
         widths = []
         for rank in (1, 4, 12, 25):
             fit = fitted(case, estimator, rank, solver=solver)
             value, low, high = log_evidence(fit, levels)
-            assert bool((low <= expected + 1e-7).all())
-            assert bool((expected <= high + 1e-7).all())
+            assert bool(((low <= expected + 1e-7) & (expected <= high + 1e-7)).all())
             assert bool(((low <= value) & (value <= high)).all())
             widths.append(float((high - low).sum()))
         assert widths == sorted(widths, reverse=True)
@@ -79,25 +70,21 @@ def test_intervals_hold_at_every_rank(estimator, solver):
 
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
 def test_it_finds_the_lambda_that_a_dense_computation_finds(estimator):
-    for seed in range(2):
-        case = make_case("dense", l2=0.02, seed=20 + seed)
-        expected = golden(dense_evidence(case, estimator), 1e-7, 1e3)
-        found = fitted(case, estimator).tune_l2()
-        assert found.l2 == pytest.approx(expected, rel=1e-5)
-        assert float(found) == found.l2 == found.fit.l2
-        assert not found.at_edge
-        assert found.l2 == pytest.approx(found.fit.with_l2(0.7).tune_l2().l2, rel=1e-5)
-        few = fitted(case, estimator, 12).tune_l2()
-        assert few.l2 == pytest.approx(expected, rel=0.2)
-        # MacKay: at the maximum λN‖ω̂‖² is the number of well-determined parameters.
-        square = float(case.oracle.point.square().sum())
-        assert found.l2 * case.oracle.count * square == pytest.approx(
-            found.fit.effective_parameters, rel=1e-4
-        )
-        best = int(found.values.argmax())
-        assert float(found.levels[best]) == pytest.approx(found.l2)
-        assert bool((found.low <= found.values).all() & (found.values <= found.high).all())
-        assert f"l2 = {found.l2}" in repr(found)
+    case = make_case("dense", l2=0.02, seed=20)
+    evidence = dense_evidence(case, estimator)
+    best = minimize_scalar(lambda x: -evidence(math.exp(x)), bracket=(-5, -3), tol=1e-9)
+    expected, found = math.exp(best.x), fitted(case, estimator).tune_l2()
+    assert found.l2 == pytest.approx(expected, rel=1e-5)
+    assert float(found) == found.l2 == found.fit.l2
+    assert not found.at_edge
+    few = fitted(case, estimator, 12).tune_l2()
+    assert few.l2 == pytest.approx(expected, rel=0.2)
+    # MacKay: at the maximum λN‖ω̂‖² is the number of well-determined parameters.
+    square = float(case.oracle.point.square().sum())
+    number = found.fit.effective_parameters
+    assert found.l2 * case.oracle.count * square == pytest.approx(number, rel=1e-4)
+    assert bool((found.low <= found.values).all() & (found.values <= found.high).all())
+    assert f"l2 = {found.l2}" in repr(found)
 
 
 def test_several_lambdas_are_tuned_by_a_common_factor():
@@ -110,36 +97,16 @@ def test_several_lambdas_are_tuned_by_a_common_factor():
         float(several)
 
 
-def test_parameters_that_no_example_reaches_change_nothing():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
-    model = model.double()
-    with torch.no_grad():
-        model[0].bias[:3] = -5.0
-    data = torch.rand(30, 4, dtype=torch.float64), torch.randint(0, 3, (30,))
-    fits = []
-    for rank in (51, 20):
-        with pytest.warns(deltabars.errors.OptimumWarning):
-            fits.append(deltabars.fit(model, data, l2=0.1, rank=rank, progress=False))
-    whole, part = fits
-    levels = torch.logspace(-3, 1, 5, dtype=torch.float64)
-    exact = log_evidence(whole, levels)[0]
-    _, low, high = log_evidence(part, levels)
-    assert bool((low <= exact + 1e-9).all() & (exact <= high + 1e-9).all())
-
-
 def test_a_search_that_ends_at_its_edge_says_so():
     """Weights of zero: the larger λ, the better."""
-    model = torch.nn.Linear(4, 3).double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.zero_()
+    model = torch.nn.Linear(4, 3).double().requires_grad_()
+    model.load_state_dict({name: 0 * value for name, value in model.state_dict().items()})
     data = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
     with pytest.warns(deltabars.errors.OptimumWarning):
         fit = deltabars.fit(model, data, l2=0.1, rank=15, progress=False)
     found = fit.tune_l2()
     assert found.at_edge
-    assert "at the edge of the search" in repr(found)
+    assert "at the edge" in repr(found)
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
@@ -148,43 +115,32 @@ def test_validation_finds_the_least_loss(likelihood):
     case = make_case("dense", l2=0.05, seed=30, likelihood=likelihood)
     other = make_case("dense", l2=0.05, seed=31, likelihood=likelihood)
     fit = fitted(case, "ggn", likelihood=likelihood)
-    found = fit.tune_l2(other.data, method="validation")
-    assert found.low is None
-    assert found.high is None
+    found = fit.tune_l2([other.data], method="validation")
+    assert "validation loss" in repr(found)
     assert found.l2 == pytest.approx(float(found.levels[found.values.argmin()]))
     assert len(found.levels) == 61
-    for place in (0, 30, 47, 60):
-        out = fitted(case, "ggn", likelihood=likelihood).with_l2(float(found.levels[place]))
-        out = out.predict(other.inputs)
-        if likelihood == "categorical":
-            loss = -out.moderated[torch.arange(29), other.targets].log()
-        elif likelihood == "bernoulli":
-            yes = other.targets.double()
-            loss = -(yes * out.moderated.log() + (1 - yes) * (1 - out.moderated).log()).sum(1)
-        else:
+    for place in (0, 47, 60):
+        out = fit.with_l2(float(found.levels[place])).predict(other.inputs)
+        if likelihood == "gaussian":
             scatter = torch.distributions.Normal(out.mean, (1 + out.variance).sqrt())
-            loss = -scatter.log_prob(other.targets).sum(1)
+        elif likelihood == "bernoulli":
+            scatter = torch.distributions.Bernoulli(out.moderated)
+        else:
+            scatter = torch.distributions.Categorical(out.moderated)
+        targets = other.targets if likelihood == "categorical" else other.targets.double()
+        loss = -scatter.log_prob(targets).reshape(29, -1).sum(1)
         assert float(found.values[place]) == pytest.approx(float(loss.mean()), rel=1e-9)
-
-
-def test_validation_from_a_loader():
-    case = make_case("dense", l2=0.05, seed=32)
-    fit = fitted(case)
-    pairs = torch.utils.data.TensorDataset(*case.data)
-    loader = torch.utils.data.DataLoader(pairs, batch_size=7)
-    one, other = (fit.tune_l2(data, method="validation") for data in (case.data, loader))
-    torch.testing.assert_close(one.values, other.values, rtol=1e-9, atol=0)
-    assert "validation loss" in repr(one)
-    with pytest.raises(deltabars.errors.DataError, match="Targets: expected"):
-        fit.tune_l2((case.inputs, case.targets + 3), method="validation")
 
 
 def test_refused():
     case = cached_case("dense", l2=0.05)
     fit = fitted(case)
-    with pytest.raises(BadValueError, match="method: expected one of"):
-        fit.tune_l2(method="guess")
-    with pytest.raises(BadValueError, match="data: expected validation data"):
-        fit.tune_l2(method="validation")
-    with pytest.raises(BadValueError, match="data: expected none for method='marginal"):
-        fit.tune_l2(case.data)
+    wrong = case.inputs, case.targets + 3
+    for data, method, match in (
+        (None, "guess", "method: expected one of"),
+        (None, "validation", "data: expected validation data"),
+        (case.data, "marginal_likelihood", "data: expected none for method='marginal"),
+        (wrong, "validation", "Targets: expected"),
+    ):
+        with pytest.raises(BadValueError, match=match):
+            fit.tune_l2(data, method=method)

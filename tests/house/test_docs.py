@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -43,40 +43,22 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
         if language == "python":
             exec(compile(text, page.name, "exec"), names)
         else:
-            run_commands(text)
-
-
-def run_commands(text):
-    """A block of shell commands, the first failure of which ends it."""
-    script = f'deltabars() {{ "{sys.executable}" -m deltabars "$@"; }}\n{text}'
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+            script = f'deltabars() {{ "{sys.executable}" -m deltabars "$@"; }}\n{text}'
+            environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+            command = ["bash", "-euo", "pipefail", "-c", script]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", API)
 def test_examples_of_the_api(name):
-    thing = find(name)
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     examples = 0
-    for test in finder.find(thing, name):
+    for test in finder.find(pkgutil.resolve_name(name), name):
         examples += len(test.examples)
         runner.run(test)
     assert runner.failures == 0
     assert examples or name not in WITH_EXAMPLES
-
-
-def find(name):
-    """A module, or what is in one."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        module, _, last = name.rpartition(".")
-        return getattr(find(module), last)
 
 
 def test_the_api_has_all_public_names():
@@ -88,37 +70,20 @@ def test_the_api_has_all_public_names():
         assert any(whole in known for known in API), name
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def test_the_site_builds_with_links_that_have_targets_and_needs_no_other(tmp_path):
     pytest.importorskip("mkdocs", reason="MkDocs cannot be imported here")
-    folder = tmp_path_factory.mktemp("site")
+    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-def test_the_site_builds_without_a_warning(site):
     for page in (ROOT / "docs").rglob("*.md"):
-        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
-
-
-def test_the_site_fetches_nothing_from_elsewhere(site):
-    for page in site.rglob("*.html"):
-        fetched = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(https?:)', page.read_text())
-        assert not fetched, page
-
-
-def test_links_within_the_site_have_targets(site):
-    """MkDocs checks pages; this checks places in them too."""
-    for page in site.rglob("*.html"):
+        assert (tmp_path / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
+    for page in tmp_path.rglob("*.html"):
         text = page.read_text()
-        for link in re.findall(r'href="([^":]*#[^"]+)"', text):
-            path, _, place = link.partition("#")
+        assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(https?:)', text), page
+        for link in re.findall(r'href="([^":]*#[^"]+)"', text):  # MkDocs checks pages alone
+            path, _, part = link.partition("#")
             target = (page.parent / path).resolve() if path else page
-            if target.suffix == ".html" and target.is_file() and place != "__skip":
-                assert re.search(f'id="{re.escape(place)}"', target.read_text()), (page, link)
+            if target.suffix == ".html" and target.is_file() and part != "__skip":
+                assert re.search(f'id="{re.escape(part)}"', target.read_text()), (page, link)

@@ -75,7 +75,6 @@ def test_the_table_of_a_prediction_has_error_bars_in_proportion(likelihood):
     case, fit = fitted(likelihood, "ggn")
     out = fit.predict(case.unseen)
     assert repr(out).startswith("Prediction of 7 inputs, 3 outputs")
-    assert "… and 2 more" in repr(out)
     page = ElementTree.fromstring(f"<div>{out._repr_html_()}</div>")
     top = out.mean.argmax(1, keepdim=True)
     mean, std = out.mean.gather(1, top)[:, 0], out.std.gather(1, top)[:, 0]
@@ -142,7 +141,6 @@ def test_the_plot_of_many_inputs():
 def test_plots_of_logits_chosen_classes_and_real_numbers():
     case, fit = fitted()
     assert fit.predict(case.inputs, space="logit").plot().get_xlabel() == "mean"
-    assert fit.predict(case.inputs[:2], classes="top2").plot().get_legend() is not None
     other, real = fitted("gaussian", "ggn")
     assert real.predict(other.unseen[:2]).plot().get_ylabel() == "mean ± std"
     with pytest.raises(BadValueError, match="expected the true class of each of 7"):

@@ -38,10 +38,10 @@ def test_marks_say_where_the_softmax_is_not_straight(mean, std, average, is_satu
 
 
 def test_a_bar_above_what_a_probability_can_have_is_marked():
-    mean = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0], [1.0, 1e-9]])
-    below, above = torch.tensor([0.499, 0.299, 0.009, 0.009]), torch.tensor([0.51, 0.31, 0.02, 0.0])
-    assert impossible(mean, below[:, None].expand(4, 2)).tolist() == [False] * 4
-    assert impossible(mean, above[:, None].expand(4, 2)).tolist() == [True, True, True, False]
+    mean = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]])
+    for std, is_marked in (([0.499, 0.299, 0.009], False), ([0.51, 0.31, 0.02], True)):
+        marks = impossible(mean, torch.tensor(std)[:, None].expand(3, 2))
+        assert marks.tolist() == [is_marked] * 3
 
 
 def test_levels_follow_the_scatter(made):

@@ -71,7 +71,6 @@ def test_numbers_that_do_not_fit_are_refused():
     good = torch.full((3, 2), 0.5)
     for call, message in (
         (lambda: risk_coverage(torch.rand(3), torch.zeros(2)), r"got shapes \(3,\) and \(2,\)"),
-        (lambda: risk_coverage(torch.tensor([torch.nan]), torch.zeros(1)), "got NaN"),
         (lambda: expected_calibration_error(good, torch.zeros(2)), r"\(3, 2\) and \(2,\)"),
         (lambda: expected_calibration_error(5 * good, torch.zeros(3)), "outside"),
     ):

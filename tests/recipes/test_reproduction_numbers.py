@@ -119,7 +119,6 @@ class TestSpectra:
     def test_the_main_network_is_the_first_initialisation(self, quick_run):
         results = quick_run.results
         spread = results["initialisations"]
-        assert (spread["networks"], spread["hessians"]) == (2, 2)
         assert spread["cost"][0] == results["training"]["cost"] != spread["cost"][1]
         assert spread["opg"][0] == pytest.approx(results["eigenvalues"]["opg"], rel=1e-4)
         for matrix, rank in (("opg", 5), ("hessian", 2)):
@@ -200,7 +199,6 @@ def test_the_foreign_image(quick_run, fit):
     found, arrays = quick_run.results["foreign"], quick_run.stage("foreign")
     board = np.kron(np.indices((4, 4)).sum(0) % 2, np.ones((7, 7)))
     np.testing.assert_array_equal(arrays["image"], board[None])
-    assert found["ranks"] == [1, 2, 3, 4, 5]
     image = torch.from_numpy(board).float()[None, None]
     for name, is_full in (("full", True), ("low_rank", False)):
         options = {"estimator": "opg", "full_rank": is_full}
@@ -213,8 +211,6 @@ def test_the_foreign_image(quick_run, fit):
 def test_surfaces(quick_run):
     """At a probability, the line through all stds, weighted by how near theirs is."""
     arrays = quick_run.stage("surfaces")
-    assert arrays["ranks"].tolist() == [1, 2, 3, 4, 5]
-    assert arrays["std"].shape == arrays["error"].shape == (5, 51)
     own = quick_run.stage("predictions-test")
     mean, std = (torch.from_numpy(own[name]).flatten() for name in ("mean", "opg_std"))
     exact = smooth(mean, std, torch.from_numpy(arrays["grid"]), 0.03).numpy()

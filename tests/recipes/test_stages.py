@@ -79,10 +79,8 @@ def test_an_altered_record_is_named(tmp_path, text):
 
 def test_fresh_empties_the_folder_but_not_one_of_others(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    for fresh in (False, True):
-        with pytest.raises(BadValueError, match="got one with other files"):
-            opened(tmp_path, fresh=fresh)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    with pytest.raises(BadValueError, match="got one with other files"):
+        opened(tmp_path, fresh=True)
     (tmp_path / "thesis.txt").unlink()
     opened(tmp_path, fresh=True).arrays("spectra", compute)
     opened(tmp_path, IDENTITY | {"seed": 4}, fresh=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class HessianOperator(CurvatureOperator):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        _load_forward_derivatives()
+        with without_noise(), forward_derivatives():  # torch's set-up warns of its own deprecation
+            torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
         count, most = problem.data.num_here, problem.chunk_size.value
         fewest = -(-count // most)  # chunks; some more, where they are even: one shape, one trace
         even = (count // n for n in range(fewest, min(2 * fewest, count) + 1) if count % n == 0)
@@ -224,11 +225,9 @@ class HessianOperator(CurvatureOperator):
         def double(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
 
-        network = self.problem.network
-        network = replace(
-            network, trained=double(network.trained), constants=double(network.constants),
-            dtype=torch.float64,
-        )  # fmt: skip
+        own = self.problem.network
+        trained, constants = double(own.trained), double(own.constants)
+        network = replace(own, trained=trained, constants=constants, dtype=torch.float64)
         few = batch.rows(slice(0, _EXAMPLES)).to(network.device, torch.float64)
         point = network.point
 
@@ -313,13 +312,6 @@ class ConstantWithoutGrad(TorchFunctionMode):
         if torch.is_grad_enabled():
             return result
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-
-
-@cache
-def _load_forward_derivatives() -> None:
-    """Let torch set up its forward derivatives now, without the deprecation it warns itself of."""
-    with without_noise(), forward_derivatives():
-        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
 
 
 def _without_second_derivatives(reason: str) -> ModelError:

@@ -55,9 +55,9 @@ class Factors:
 
     @classmethod
     def of(cls, inputs: Tensor, window: Sequence[Any] | None, gradients: Tensor) -> Factors:
-        """Return the factors of a layer, from the gradients (R, B, …) by its result.
+        """Return the factors, from inputs (B, …, I) and the gradients (R, B, …) by the result.
 
-        Its inputs are (B, …, I); for a convolution (B, I, H, W), with a window for `patches`.
+        Those of a convolution are (B, I, H, W), with a window for `patches`.
         """
         if window is not None:
             activations, signals = patches(inputs, *window), gradients.flatten(3)

@@ -288,11 +288,10 @@ class Pullback:
             return set.intersection(*found)
 
         def followed(one: slice) -> Mapping[str, Tensor]:
-            layers = {
-                name: Factors(factors.activations, factors.signals[:, one]).weight_rows()
-                for name, factors in pulled.layers.items()
-            }
-            return layers | {name: rows[:, one] for name, rows in pulled.loose.items()}
+            rows = {name: each[:, one] for name, each in pulled.loose.items()}
+            for name, layer in pulled.layers.items():
+                rows[name] = Factors(layer.activations, layer.signals[:, one]).weight_rows()
+            return rows
 
         right = agreeing(followed)
         missing = tuple(name for name in names if name not in right)
@@ -317,10 +316,8 @@ class Pullback:
         return self._by_autograd(inputs, back, names)
 
     def _by_vmap(self, inputs: Inputs, back: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Compute them for all examples at once, a row after the other.
-
-        Not all rows at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
-        """
+        """Compute them for all examples at once, a row after the other."""
+        # Not all at once: torch's derivative of a PReLU is wrong under two `vmap`s of one size.
         trained = dict(self.network.trained)
         chosen = {name: trained[name] for name in names}
 

@@ -13,6 +13,7 @@ from deltabars.covariance.base import Spread, Tail
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
+from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option, warn
 from deltabars.fitting.state import FittedState, check_positive, check_whole
@@ -38,7 +39,6 @@ def certify(
     state: FittedState,
     inputs: Any,
     data: Any,
-    *,
     tolerance: float,
     space: str,
     estimator: str | None,
@@ -47,9 +47,43 @@ def certify(
     progress: bool,
 ) -> Prediction:
     """Predict with intervals; the arguments are those of `DeltaFit.certify`."""
-    name = state.served(estimator)[0]
-    _check(state, name, tolerance, max_products)
-    problem, network = _read(state, data, progress), state.network
+    check_space(space)
+    for option_name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("max_products", max_products, 3),
+    ):
+        if value is not None:
+            check_whole(option_name, value, least)
+    name, network, likelihood = state.served(estimator)[0], state.network, state.likelihood
+    if name not in OPERATORS:
+        advice = f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
+        if "opg" in state.spectra:
+            advice = f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
+        raise BadValueError(
+            f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
+            f"λ, got {name}. {advice}"
+        )
+    count = max(current_group().size, group_of(state.spectra).size)
+    if count > 1:
+        raise BadValueError(
+            f"certify: expected one process, got {count}. Save the fit, load it in one process, or "
+            "within deltabars.distributed.alone(), and certify there."
+        )
+    check_positive("tolerance", tolerance)
+    lowest = 2 * least_tolerance(network.dtype)
+    if tolerance < lowest:
+        raise BadValueError(
+            f"tolerance: expected {lowest:.2g} or more, which is what {network.dtype} can promise, "
+            f"got {tolerance:g}. Fit with {option('dtype', torch.float64)} for less."
+        )
+    with Progress("Reading the data", None, "example", progress) as bar:
+        options: dict[str, Any] = {"memory_budget": state.memory_budget, "on_progress": bar.show}
+        problem = Problem(network, data, likelihood, l2=state.prior, **options)
+    if f"{problem.data.fingerprint:016x}" != state.diagnostics["data_fingerprint"]:
+        raise DataError(
+            "certify: expected the training data of the fit, in the same order, got others "
+            f"({problem.num_examples} examples; the fit has {state.num_examples})."
+        )
     each = _COPIES * state.num_parameters + 2 * problem.activation_bytes
     each *= state.num_outputs * network.dtype.itemsize
     room = share(problem.memory_budget, BASIS)
@@ -64,7 +98,7 @@ def certify(
         max_products=max_products or _ENOUGH_PRODUCTS,
         norm=float(pairs.values[0]),
     )
-    parts, wide = [], 0
+    parts, wide, in_mean = [], 0, space == "probability"
     total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
     with Progress("Certifying", total, "input", progress) as bar:
         for batch in read_inputs(inputs, state.signature, network):
@@ -72,11 +106,18 @@ def certify(
                 rows, outputs = _sensitivities(state, chunk.inputs, space)
                 with full_precision(network.device):
                     found = enclose(rows.flatten(0, 1))
-                low, high = (
-                    part.view(rows.shape[:2]) / state.informative_examples
-                    for part in (found.low, found.high)
+                ends = torch.stack([found.low, found.high]) / state.informative_examples
+                low, high = ends.view(2, *outputs.shape)
+                middle, mean = (ends.sqrt().mean(0).square()), likelihood.mean(outputs)
+                parts.append(
+                    Prediction.compute(
+                        mean if in_mean else outputs,
+                        Spread(middle.view_as(low), low, high, torch.zeros_like(low), None),
+                        likelihood.label(mean),
+                        likelihood.target_noise,
+                        of_probabilities=in_mean and likelihood.discrete,
+                    )
                 )
-                parts.append(_prediction(state, outputs, low, high, space))
                 wide += int((~found.is_close).sum())
                 bar.show(sum(map(len, parts)))
     if not parts:
@@ -89,25 +130,6 @@ def certify(
             ConvergenceWarning,
         )
     return Prediction.concatenate(parts).judged_by(state.evidence(state.rank, name))
-
-
-def _read(state: FittedState, data: Any, progress: bool) -> Problem:
-    """Read the training data of a fit; refuse others."""
-    with Progress("Reading the data", None, "example", progress) as bar:
-        problem = Problem(
-            state.network,
-            data,
-            state.likelihood,
-            l2=state.prior,
-            memory_budget=state.memory_budget,
-            on_progress=bar.show,
-        )
-    if f"{problem.data.fingerprint:016x}" != state.diagnostics["data_fingerprint"]:
-        raise DataError(
-            "certify: expected the training data of the fit, in the same order, got others "
-            f"({problem.num_examples} examples; the fit has {state.num_examples})."
-        )
-    return problem
 
 
 def _products(state: FittedState, problem: Problem, name: str) -> Callable[[Tensor], Tensor]:
@@ -149,50 +171,3 @@ def _sensitivities(state: FittedState, inputs: Any, space: str) -> tuple[Tensor,
     if not bool(outputs.isfinite().all()):
         raise DataError("Outputs: expected finite values, got NaN or infinity.")
     return rows, outputs
-
-
-def _prediction(
-    state: FittedState, outputs: Tensor, low: Tensor, high: Tensor, space: str
-) -> Prediction:
-    """Predict with variances between bounds, (B, C)."""
-    likelihood, in_mean = state.likelihood, space == "probability"
-    mean = likelihood.mean(outputs)
-    return Prediction.compute(
-        mean if in_mean else outputs,
-        Spread(
-            variance=((low.sqrt() + high.sqrt()) / 2).square(),
-            low=low,
-            high=high,
-            paper_delta=torch.zeros_like(low),
-            covariance=None,
-        ),
-        likelihood.label(mean),
-        likelihood.target_noise,
-        of_probabilities=in_mean and likelihood.discrete,
-    )
-
-
-def _check(state: FittedState, name: str, tolerance: float, max_products: int | None) -> None:
-    if name not in OPERATORS:
-        advice = f"Fit with {option('estimator', 'ggn')}, the nearest to a Hessian, or 'opg'."
-        if "opg" in state.spectra:
-            advice = f"Pass {option('estimator', 'opg')}, which a sandwich fit serves."
-        raise BadValueError(
-            f"certify: expected the estimator opg or ggn, whose matrices have no eigenvalue below "
-            f"λ, got {name}. {advice}"
-        )
-    count = max(current_group().size, group_of(state.spectra).size)
-    if count > 1:
-        raise BadValueError(
-            f"certify: expected one process, got {count}. Save the fit, load it in one process, or "
-            "within deltabars.distributed.alone(), and certify there."
-        )
-    check_positive("tolerance", tolerance)
-    least = 2 * least_tolerance(state.network.dtype)
-    if tolerance < least:
-        raise BadValueError(
-            f"tolerance: expected {least:.2g} or more, which is what {state.network.dtype} can "
-            f"promise, got {tolerance:g}. Fit with {option('dtype', torch.float64)} for less."
-        )
-    if max_products is not None:
-        check_whole("max_products", max_products, 3)

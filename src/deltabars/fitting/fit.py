@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import ShardedVectors, products
+from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 OPERATORS: dict[str, type[CurvatureOperator]] = {
     "hessian": HessianOperator,
@@ -82,15 +81,15 @@ def fit(
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
         l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). Or a mapping from name
-            patterns to λs, of which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`;
-            eigenvalues are then those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
+            `weight_decay` of SGD and Adam (AdamW's is another thing). Or λs by name pattern, of
+            which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`; eigenvalues are then
+            those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
             serves all three), or `"ggn"`.
-        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. Error
-            bounds come with every prediction and say whether K was enough. `"auto"` computes pairs
-            until they are within `tolerance` on a probe, or the basis fills its share of the memory
-            budget; `diagnostics["rank"]` has which, and the error reached.
+        rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. The
+            bounds of every prediction say whether K was enough. `"auto"` computes pairs until they
+            are within `tolerance` on a probe, or the basis fills its share of the memory budget
+            (see `diagnostics["rank"]`).
         tolerance: of `rank="auto"`: the largest score_error / score for any input of the probe;
             0.05 by default. Where the probe is drawn from the training examples, 0.6 of that.
         probe: of `rank="auto"`: inputs like those to be predicted; by default 32 of the training
@@ -98,9 +97,8 @@ def fit(
         params: which parameters count: None for all, name patterns, a predicate, or `last_layer()`.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` (unit noise); one of
             `deltabars.likelihoods`, such as `Gaussian(noise="estimate")`; or the loss module of the
-            training, `nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss` or `nn.MSELoss` (estimated
-            noise), whose weights, smoothing and reduction are accounted for; λ is then that of the
-            cost with its value in place of the mean loss.
+            training, such as `nn.CrossEntropyLoss` or `nn.MSELoss` (estimated noise), with its
+            weights, smoothing and reduction; λ is then that of the cost with its value.
         solver: `"krylov"` (Lanczos for H, block Krylov for G and GGN); `"dense"` (exact, for small
             P); `"arpack"` (SciPy); `"incremental"` (the paper's one pass for G and GGN; a sandwich
             takes its H from Lanczos); or `"auto"`, for one of the first two.
@@ -116,40 +114,32 @@ def fit(
         smallest: how many eigenvalues of the lower end of the Hessian to compute as well.
         deterministic: the same seed gives the same bits on a GPU too, with torch's deterministic
             algorithms alone; a model with an operation that has none is refused.
-        max_seconds: stop after so long, between two products, with the pairs that have converged by
-            then (at least one a matrix), whose error bounds hold, and a warning. With a checkpoint
-            the same call with more time resumes. For the solvers `"auto"` (which is then
-            `"krylov"`), `"krylov"` and `"incremental"`.
-        allow_probabilities: take outputs for logits that look like probabilities, which are refused
-            otherwise.
+        max_seconds: stop after so long, between two products, with a warning and the pairs that
+            have converged by then (at least one a matrix), whose error bounds hold. With a
+            checkpoint the same call resumes. For `"krylov"` (which `"auto"` is then) and
+            `"incremental"`.
+        allow_probabilities: do not refuse outputs that look like probabilities, not like logits.
         checkpoint: a folder in which the state of the fit is saved every minute (a
-            `deltabars.checkpoints.CheckpointFolder` sets another interval). A fit that was killed
-            is resumed by the same call, in as many processes, and ends with the same bits on a CPU;
-            a finished one returns its result. Solvers other than `"krylov"` save whole matrices
-            alone. `progress` and `max_seconds` may change, and `device` and `batch_size` at the
-            cost of last bits; anything else is refused.
+            `deltabars.CheckpointFolder` sets another interval). A fit that was killed is resumed by
+            the same call, in as many processes, and ends with the same bits on a CPU; a finished
+            one returns its result. Solvers other than `"krylov"` save whole matrices alone.
+            `progress` and `max_seconds` may change, `device` and `batch_size` at the cost of last
+            bits; nothing else may.
         progress: whether to show it.
-
-    Returns:
-        A DeltaFit.
 
     Raises:
         BadValueError, ModelError, DataError: with what was expected, found, and to be done.
-        CheckpointMismatchError, CheckpointInUseError: the checkpoint is of another fit, or another
-            process is working on it.
+        CheckpointMismatchError, CheckpointInUseError: the checkpoint is another fit's, or in use.
 
     Cost: for OPG and GGN one gradient (C gradients) an example and some passes over the kept or
-    recomputed rows; for the Hessian about 2.2·K products, each of about one gradient over the
-    data (two where the budget does not let its linear part be kept). Memory: at most 2.2·K·P
-    numbers (for K from 54 on), beside the data that are kept.
+    recomputed rows; for the Hessian about 2.2·K products, each of one or two gradients over the
+    data. Memory: at most 2.2·K·P numbers (for K from 54 on), beside the data that are kept.
 
     Example:
         >>> import deltabars
         >>> from deltabars.recipes.digits import L2, trained_digits
         >>> digits, model, train = trained_digits()
         >>> fit = deltabars.fit(model, train, l2=L2, rank=60, progress=False)
-        >>> fit.rank, fit.num_examples, fit.num_parameters
-        (60, 1297, 1898)
         >>> out = fit.predict(digits.test_images)
         >>> out.std.shape  # an error bar for each of ten classes
         torch.Size([500, 10])
@@ -157,25 +147,13 @@ def fit(
         >>> bool(out.score[wrong].mean() > 2 * out.score[~wrong].mean())
         True
     """
-    started = time.perf_counter()
-    group = current_group()
+    started, group = time.perf_counter(), current_group()
     progress = progress and group.is_first
     options = FitOptions(
-        estimator=estimator,
-        rank=rank,
-        tolerance=tolerance,
-        probe=None if probe is None else "given",
-        solver=solver,
-        seed=seed,
-        memory_budget=memory_budget,
-        batch_size=batch_size,
-        residual_tolerance=residual_tolerance,
-        max_products=max_products,
-        smallest=smallest,
-        max_seconds=max_seconds,
-        deterministic=deterministic,
-    )
-    check_same_options(group, {**options.as_json(), "checkpoint": checkpoint is not None})
+        estimator, rank, tolerance, None if probe is None else "given", solver, seed, memory_budget,
+        batch_size, residual_tolerance, max_products, smallest, max_seconds, deterministic,
+    )  # fmt: skip
+    check_same_options(group, {**asdict(options), "checkpoint": checkpoint is not None})
     model = plain_model(model)
     options.check_for(model, params, l2)
     deadline = Deadline(options.max_seconds, group)
@@ -184,19 +162,10 @@ def fit(
             memory_budget = session.memory_budget
         with Progress("Reading the data", None, "example", progress) as bar:
             problem = Problem(
-                model,
-                data,
-                likelihood,
-                params,
-                l2,
-                device=device,
-                dtype=dtype,
-                memory_budget=memory_budget,
-                chunk_size=batch_size,
-                deterministic=deterministic,
-                allow_probabilities=allow_probabilities,
-                on_progress=bar.show,
-            )
+                model, data, likelihood, params, l2, device=device, dtype=dtype,
+                memory_budget=memory_budget, chunk_size=batch_size, deterministic=deterministic,
+                allow_probabilities=allow_probabilities, on_progress=bar.show,
+            )  # fmt: skip
             options = options.resolved(problem.num_parameters)
             diagnostics = _look_at(problem, options, bar)
         diagnostics["seconds_reading"] = time.perf_counter() - started
@@ -206,14 +175,13 @@ def fit(
 
 def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, Any]:
     """Return what is known before anything is solved; warn of it where that is needed."""
-    likelihood, accuracy = problem.likelihood, problem.train_accuracy
+    accuracy, left_out = problem.train_accuracy, problem.data.left_out
     if not same_everywhere(problem.group, problem.network.weights):
         raise ModelError(
             "Model: expected the same weights in every process, got different ones. Load them "
             "from one file, or broadcast those of the first process."
         )
-    left_out = problem.data.left_out
-    usual = getattr(likelihood, "ignore_index", None) == Categorical.ignore_index
+    usual = getattr(problem.likelihood, "ignore_index", None) == Categorical.ignore_index
     if left_out and usual and problem.group.is_first:  # which nobody may have meant
         warn(
             f"Targets: expected class numbers, got {left_out:,} that are "
@@ -221,7 +189,7 @@ def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, 
             f"examples out and uses the {problem.num_examples:,} others.",
             DataWarning,
         )
-    record = manifest(problem, options.as_json())
+    record = manifest(problem, asdict(options))
     found = {
         "manifest": record,
         "mean_loss": problem.mean_loss,
@@ -256,9 +224,8 @@ def _solve_all(
     progress: bool,
 ) -> dict[str, EigenPairs]:
     """Compute the eigenpairs of every matrix of the estimator; add how to the diagnostics."""
-    group, estimator = problem.group, options.estimator
+    group, estimator, chosen = problem.group, options.estimator, None
     sent = group.collectives, group.bytes
-    chosen = None
     if options.is_automatic:
         chosen = Probe.take(problem, probe, options.tolerance, options.seed)
     if session is not None:
@@ -272,8 +239,9 @@ def _solve_all(
         growth = None if chosen is None else chosen.growth(operator, name, estimator, spectra)
         kept = None if session is None else MatrixCheckpoint(session, name)
         own = deadline.first_of(len(names) - index)
-        task = Task(name, operator, options, growth, kept, own, progress)
-        spectra[name], diagnostics[name] = solve(task)
+        spectra[name], diagnostics[name] = solve(
+            Task(name, operator, options, growth, kept, own, progress)
+        )
         if growth is not None:
             diagnostics["rank"] = growth.outcome(spectra[name])
     if group.size > 1:
@@ -332,35 +300,26 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
 
     The Newton step H⁻¹g, g the gradient (P,), moves a prediction along eigenvector k by N(qₖᵀg)²/λₖ
     of its variance: the root of the mean of that, weighted by the share (λₖ − λ)/λₖ that the data
-    determine. A gradient that is as large as chance makes it gives 1. None where the curvature is
-    not positive, so that no minimum is known to be near.
+    determine. None where the curvature is not positive, so that no minimum is known to be near.
     """
     pairs = state.pairs_of(state.main_matrix)
-    vectors, gradient = pairs.vectors, gradient[None].to(pairs.vectors.device)
+    vectors = pairs.vectors
+    row: Basis = gradient[None].to(vectors.device)
     if isinstance(vectors, ShardedVectors):
-        own = products(gradient[:, vectors.space.own], vectors.part)
-        along = vectors.space.group.all_reduce_(own)[0].cpu()
-    else:
-        along = products(gradient, vectors)[0].cpu()
+        row = ShardedVectors(gradient[None, vectors.space.own], vectors.space)
+    along = products(row, vectors)[0].cpu()
     values = pairs.values.double().cpu()
     if not bool((values > 0).all()):
         return None
-    known = values > state.level
-    weights = ((values - state.level) / values)[known]
-    if not len(weights):
-        return 0.0
-    squares = state.informative_examples * along[known].square() / values[known]
-    return float((weights @ squares / weights.sum()).sqrt())
+    weights = ((values - state.level) / values).clamp(min=0)
+    squares = state.informative_examples * along.square() / values
+    return float((weights @ squares / weights.sum().clamp(min=1e-300)).sqrt())
 
 
 def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that has to be the same for a fit to be the same, as JSON values.
-
-    Returns:
-        Versions and the machine; `dtype`; `weights`, their fingerprint; `data`: their fingerprint
-        (in any order), their number and the form of the inputs; and `options`.
-    """
+    """Return everything that has to be the same for a fit to be the same, as JSON values."""
     likelihood, device = problem.likelihood, problem.device
+    meaning = described(likelihood) if is_own(likelihood) else type(likelihood).__name__
     name = platform.processor() or platform.machine()
     processor = f"{name}, {torch.backends.cpu.get_cpu_capability()}"  # kernels are chosen by it
     cuda = device.type == "cuda"
@@ -386,17 +345,10 @@ def manifest(problem: Problem, options: Mapping[str, Any]) -> dict[str, Any]:
             **options,
             "l2": problem.given_l2,
             "params": problem.parameters.names,
-            "likelihood": described(likelihood)
-            if is_own(likelihood)
-            else type(likelihood).__name__,
+            "likelihood": meaning,
         },
     }
-    plain: dict[str, Any] = json.loads(json.dumps(record, default=_plain))
+    # NumPy has numbers that JSON does not know.
+    text = json.dumps(record, default=lambda x: x.item() if isinstance(x, np.generic) else str(x))
+    plain: dict[str, Any] = json.loads(text)
     return plain
-
-
-def _plain(value: Any) -> Any:
-    """Convert what JSON does not know: NumPy has numbers of another type."""
-    if isinstance(value, Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else str(value)

@@ -19,7 +19,7 @@ from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
 from deltabars.fitting.state import FittedState, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.display import axes_or_new, html_table, marker_for, paragraph
+from deltabars.prediction.display import axes_or_new, html_table, paragraph
 from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
 from deltabars.problem.parameters import L2Rates
@@ -34,9 +34,9 @@ _GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
 class DeltaFit(FittedState):
     """The eigenpairs of a trained network's curvature, which put error bars on its predictions.
 
-    Immutable: the weights are those of the moment of the fit, whatever happens to the model. The
-    attributes are those of `FittedState`: `estimator`, `l2`, `num_examples` (N), `num_parameters`
-    (P), `num_outputs` (C), `rank` (K), `spectra`, `diagnostics`, `likelihood`, `noise`, `network`.
+    Immutable, whatever happens to the model. The attributes are those of `FittedState`:
+    `estimator`, `l2`, `num_examples` (N), `num_parameters` (P), `num_outputs` (C), `rank` (K),
+    `spectra`, `diagnostics`, `likelihood`, `noise`, `network`.
     """
 
     def predict(
@@ -69,21 +69,16 @@ class DeltaFit(FittedState):
             estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
                 `"opg"`. A list of names gives a dict of predictions, at the cost of one.
             classes: all of them by default; `"top5"` (or any number) for each input's most probable
-                ones, or a list of class numbers: only their rows are computed, and only they count
-                in the score.
+                ones, or a list of numbers: only they are computed, and count in the score.
             moderation: how `moderated`, `entropy` and `mutual_information` are computed: from
-                `samples` points of the logits' scatter (`"sampling"`), or not (None). `"auto"`
-                samples up to 100 classes.
-            samples, seed: of the sampling; the same ones for all inputs.
+                `samples` points of the logits' scatter, drawn by `seed` (`"sampling"`), or not
+                (None). `"auto"` samples up to 100 classes.
             batch_size: inputs processed at a time; chosen by the memory budget by default.
             progress: whether to show it; as the fit does by default.
 
-        Returns:
-            A Prediction, or a dict of them.
-
-        Cost: C backward passes an input, and for each matrix P·K operations an input for dense
-        layers, C·P·K for others; memory batch_size·C numbers for each parameter of the largest
-        layer and for each activation. C is the number of wanted `classes`.
+        Cost: C backward passes an input (C the number of wanted `classes`), and for each matrix
+        P·K operations an input for dense layers, C·P·K for others; memory batch_size·C numbers for
+        each parameter of the largest layer and for each activation.
         """
         names, used, chosen = self.check_request(
             estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
@@ -102,12 +97,12 @@ class DeltaFit(FittedState):
         )
         with full_precision(self.network.device):
             covariances = {name: self.covariance_of(name, used, full_rank) for name in names}
-        matrices = {matrix for name in names for matrix in ESTIMATORS[name]}
+        matrices = sorted({matrix for name in names for matrix in ESTIMATORS[name]})
         scorer = Scorer(
             self.pullback,
             self.likelihood,
             self.signature,
-            {matrix: first(self.spectra[matrix].vectors, used) for matrix in sorted(matrices)},
+            {matrix: first(self.spectra[matrix].vectors, used) for matrix in matrices},
             covariances,
             space,
             bound,
@@ -131,11 +126,7 @@ class DeltaFit(FittedState):
         classes: str | Sequence[int] | None = None,
         batch_size: int | None = None,
     ) -> tuple[list[str], int, Classes | None]:
-        """Check arguments of `predict` before inputs are read; return them resolved.
-
-        Raises:
-            BadValueError: the fit does not have them.
-        """
+        """Check arguments of `predict` before inputs are read; return them resolved."""
         names = self.served(estimator)
         used = self.rank if rank is None else rank
         if not is_whole(used) or not 1 <= used <= self.rank:
@@ -161,12 +152,11 @@ class DeltaFit(FittedState):
     ) -> Prediction:
         """Predict with error bars as exact as wanted: `std_error ≤ tolerance·std`.
 
-        The part that the eigenpairs leave open is closed by conjugate gradients on the training
-        data (`deltabars.eigen.quadrature`). The interval is a theorem, which needs no more than
-        that no eigenvalue of G and GGN is below λ.
+        What the eigenpairs leave open is closed by conjugate gradients on the training data
+        (`deltabars.eigen.quadrature`). The interval is a theorem.
 
         Args:
-            inputs, space, batch_size, progress: as for `predict`; few, as each input is dear.
+            inputs, space, batch_size, progress: as for `predict`; each input is dear.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
@@ -174,39 +164,25 @@ class DeltaFit(FittedState):
 
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
-        check_space(space)
-        if batch_size is not None:
-            check_whole("batch_size", batch_size)
+        shown = self.shows_progress(progress)
         return certify(
-            self,
-            inputs,
-            data,
-            tolerance=tolerance,
-            space=space,
-            estimator=estimator,
-            max_products=max_products,
-            batch_size=batch_size,
-            progress=self.shows_progress(progress),
+            self, inputs, data, tolerance, space, estimator, max_products, batch_size, shown
         )
 
     def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
-        The weights ω̂ stay as they are, and so do the diagnostics (`diagnostics["fitted_l2"]`).
-        A noise σ that was estimated depends on λ and is estimated anew; one that was given stays.
+        The weights ω̂ stay as they are. A noise σ that was estimated is estimated anew.
         """
         return with_l2(self, l2)
 
     def tune_l2(self, data: Any = None, method: str = "marginal_likelihood") -> Tuning:
         """Find the λ that the data prefer, for networks trained with none, or an unknown one.
 
-        The weights ω̂ stay as they are: what is tuned is the width of the error bars.
-
         Args:
             data: for `"validation"`: inputs and targets that were not trained on.
-            method: `"marginal_likelihood"` of Laplace's method at ω̂ (see
-                `deltabars.fitting.tuning`), or `"validation"`: the mean loss of moderated
-                predictions.
+            method: `"marginal_likelihood"` of Laplace's method at ω̂ (`deltabars.fitting.tuning`),
+                or `"validation"`: the mean loss of moderated predictions.
 
         Returns:
             A Tuning: `l2`, the `fit` with it, and the curve with its interval, to be drawn by
@@ -246,8 +222,8 @@ class DeltaFit(FittedState):
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
         `fit.network.parameters.unflatten`.
 
-        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing, far out
-        of where a network is linear; `full_rank=False` takes the K directions alone.
+        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing;
+        `full_rank=False` takes the K directions alone.
         """
         check_whole("n", n)
         check_whole("seed", seed, 0)
@@ -277,13 +253,11 @@ class DeltaFit(FittedState):
 
     def offloaded(self) -> DeltaFit:
         """Move the eigenvectors to the CPU's memory, for a device that is small."""
-        device = self.network.device
-        spectra = {
-            name: replace(pairs, vectors=PartedVectors.of(pairs.vectors.cpu(), device))
-            if isinstance(pairs.vectors, Tensor)
-            else pairs
-            for name, pairs in self.spectra.items()
-        }
+        spectra, device = dict(self.spectra), self.network.device
+        for name, pairs in self.spectra.items():
+            if isinstance(pairs.vectors, Tensor):
+                away = PartedVectors.of(pairs.vectors.cpu(), device)
+                spectra[name] = replace(pairs, vectors=away)
         return self.moved(spectra=spectra)
 
     def with_progress(self, shown: bool) -> DeltaFit:
@@ -293,8 +267,7 @@ class DeltaFit(FittedState):
     def plot_spectrum(self, ax: Any = None) -> Any:
         """Draw the eigenvalues against their index into `ax`, or a new figure; return the Axes.
 
-        Dotted is λ; shaded is where the eigenvalues lie that were not computed, if none is below λ.
-        Dots behind it are those of the Hessian's lower end, where the fit has computed some.
+        Shaded is where those lie that were not computed, if none is below λ (dotted).
         """
         axes, beyond = axes_or_new(ax), self.rank + 0.5
         for name, pairs in self.spectra.items():
@@ -303,13 +276,13 @@ class DeltaFit(FittedState):
             values = torch.cat([pairs.values.detach().cpu().double(), lower])
             count, last = len(pairs), float(pairs.values[-1])
             left, end = self.num_parameters - len(values), count * (1 + _GAP) + 1
-            index, magnitudes = torch.arange(1.0, len(values) + 1), values.abs().numpy()
-            index[count:] += end - count if left else 0.0  # beyond the gap
-            upper, at = slice(count), index.numpy()
-            (line,) = axes.plot(at[upper], magnitudes[upper], label=name, marker=marker_for(count))
+            at, magnitudes = torch.arange(1.0, len(values) + 1).numpy(), values.abs().numpy()
+            at[count:] += end - count if left else 0.0  # beyond the gap
+            marker = "o" if count == 1 else None  # a line needs two points
+            (line,) = axes.plot(at[:count], magnitudes[:count], label=name, marker=marker)
             color, negative = line.get_color(), (values < 0).numpy()
             if len(lower):
-                label, most = f"{name}, the {len(lower):,} smallest", float(index[-1])
+                label, most = f"{name}, the {len(lower):,} smallest", float(at[-1])
                 axes.plot(at[count:], magnitudes[count:], ".", color=color, label=label)
                 beyond = max(beyond, most + 0.5)
             if len(lower) and left:
@@ -327,11 +300,9 @@ class DeltaFit(FittedState):
                     [count + 0.5, end], *sorted((self.level, last)), color=color, alpha=0.25,
                     linewidth=0, label=f"{name}: {left:,} not computed",
                 )  # fmt: skip
-        level = self.level
+        level, label = self.level, f"index k of P = {self.num_parameters:,}"
         axes.axhline(level, linestyle=":", linewidth=1, color="gray", label=f"λ = {level:g}")
-        axes.set_yscale("log")
-        axes.set_xlim(0.5, beyond)
-        axes.set_xlabel(f"index k of P = {self.num_parameters:,}")
+        axes.set(yscale="log", xlim=(0.5, beyond), xlabel=label)
         axes.set_ylabel("magnitude of the eigenvalue")
         axes.legend()
         return axes
@@ -346,11 +317,9 @@ class DeltaFit(FittedState):
 
     def _repr_html_(self) -> str:
         head = ["matrix", "λ₁", "λ_K", "λ_K / λ", "largest residual"]
-        tables = html_table(list(self._numbers), [list(self._numbers.values())])
-        tables += html_table(head, self._ends)
-        return (
-            paragraph(f"DeltaFit: {self.estimator}") + tables + "".join(map(paragraph, self._notes))
-        )
+        numbers = html_table(list(self._numbers), [list(self._numbers.values())])
+        first, *notes = map(paragraph, (f"DeltaFit: {self.estimator}", *self._notes))
+        return "".join((first, numbers, html_table(head, self._ends), *notes))
 
     @property
     def _numbers(self) -> dict[str, str]:
@@ -365,11 +334,9 @@ class DeltaFit(FittedState):
         """Of each matrix: its name, first and last eigenvalue, the last over λ, the residual."""
         found = []
         for name, pairs in self.spectra.items():
-            first, last = float(pairs.values[0]), float(pairs.values[-1])
-            residual = f"{float(pairs.residuals.max()):.1g}"
-            found.append(
-                [name, f"{first:.4g}", f"{last:.4g}", f"{last / self.level:.4g}", residual]
-            )
+            ends = float(pairs.values[0]), float(pairs.values[-1])
+            numbers = [f"{value:.4g}" for value in (*ends, ends[1] / self.level)]
+            found.append([name, *numbers, f"{float(pairs.residuals.max()):.1g}"])
         return found
 
     @property
@@ -408,15 +375,13 @@ def load(
         path: the file, or the folder of several.
         model: the network, with the same weights.
         check_weights: refuse a model whose weights differ from the fitted ones, or that computes
-            something else with them (other code, unsaved buffers or plain tensors). With False only
-            the names and shapes of the parameters must agree, and the error bars are those of
-            the *given* weights under the fitted curvature.
+            something else with them. With False only the names and shapes of the parameters must
+            agree, and the error bars are those of the *given* weights under the fitted curvature.
         device: where to compute; the model's own by default.
         memory_budget, progress: as for `fit`.
         offload: with True the eigenvectors stay in the files, mapped into memory, and their columns
             come to the device when they are needed; with False they are read as one tensor. By
-            default they stay where they take more than three quarters of the memory budget. The
-            files are read through in either case, to see that they are whole.
+            default they stay where they take more than three quarters of the memory budget.
 
     Raises:
         CorruptFileError, FormatVersionError, WeightsMismatchError, StorageError.

@@ -47,7 +47,15 @@ class Probe:
     def take(cls, problem: Problem, inputs: Any, tolerance: float | None, seed: int) -> Probe:
         """Make a probe of the given inputs; of examples drawn from the data if there are none."""
         group = problem.group
-        batches = _drawn(problem, seed) if inputs is None else _given(problem, inputs)
+        count = max(1, _MOST_ROWS // problem.num_outputs)
+        if inputs is None:
+            batches = _drawn(problem, min(count, _MOST_INPUTS, problem.num_examples), seed)
+        else:
+            batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
+            if batch is None:
+                raise DataError("probe: expected at least one input, got none.")
+            part = batch.rows(slice(group.rank, count, group.size))
+            batches = [part] if len(part) else []
         pullback, cotangents = Pullback(problem.network), problem.likelihood.mean_jacobian
         empty = problem.network.point.new_zeros(0, problem.num_outputs, problem.num_parameters)
         with problem.network.evaluation(), model_errors():
@@ -76,11 +84,7 @@ class Probe:
     def growth(
         self, operator: CurvatureOperator, matrix: str, estimator: str, solved: Mapping[str, Any]
     ) -> ProbeGrowth:
-        """Return what decides on the pairs of one matrix, with those of others that are solved.
-
-        The Hessian of a sandwich is judged by the error of the sandwich, G, which is first, by its
-        own.
-        """
+        """Return what decides on the pairs of one matrix; a sandwich's Hessian has G's, too."""
         spaces, problem = operator.spaces, self.problem
         rows, size = spaces.select(self.rows), spaces.reached.size
         target = self.margin * self.tolerance
@@ -147,8 +151,7 @@ class ProbeGrowth:
     def is_enough(self, values: Tensor, projections: Tensor) -> bool:
         """Return whether every score is within the tolerance, or no pair can add anything.
 
-        Pairs of a Hessian that are below λ cannot: the method counts all of those as its tail. Nor
-        can those of G and GGN after one that is λ.
+        Pairs of a Hessian below λ cannot: all of them are its tail. Nor can those after one at λ.
         """
         values = self.settled(values)
         above = max(1, self.useful(values))
@@ -161,17 +164,9 @@ class ProbeGrowth:
         if self.opg_values is not None and self.opg_projections is not None:
             spectra["opg"], seen["opg"] = self.opg_values, self.opg_projections
             overlap = projections[count:].T  # Q_Hᵀ Q_G
-        self.error = self._relative_error(spectra, seen, overlap)
-        return self.error <= self.tolerance or self.is_exhausted
-
-    def _relative_error(
-        self, spectra: dict[str, Tensor], seen: dict[str, Tensor], overlap: Tensor | None
-    ) -> float:
-        """Return the largest relative error of a score, with so many eigenpairs of each matrix."""
         problem, squares = self.probe.problem, self.probe.squares
-        likelihood = problem.likelihood
-        noise = likelihood.target_noise
-        if isinstance(likelihood, Gaussian) and noise is None:  # that of all residuals
+        noise = problem.likelihood.target_noise
+        if isinstance(problem.likelihood, Gaussian) and noise is None:  # that of all residuals
             noise = float((2 * problem.mean_loss / problem.num_outputs) ** 0.5)
         if noise and "opg" in spectra:
             spectra["opg"] = spectra["opg"] / noise**2 + (1 - 1 / noise**2) * problem.l2
@@ -187,7 +182,8 @@ class ProbeGrowth:
         )
         shaped = {name: part.view(*squares.shape, -1) for name, part in seen.items()}
         score = covariance.spread(squares, shaped).score("rigorous")
-        return float((score.error / score.value).max())
+        self.error = float((score.error / score.value).max())
+        return self.error <= self.tolerance or self.is_exhausted
 
     def looked(self) -> Tensor:
         """Return the result of the last check, for a checkpoint."""
@@ -195,13 +191,11 @@ class ProbeGrowth:
 
     def look_back(self, looked: Tensor) -> None:
         """Restore the result of the last check."""
-        error, exhausted = looked.tolist()
-        self.error, self.is_exhausted = error, bool(exhausted)
+        self.error, self.is_exhausted = float(looked[0]), bool(looked[1])
 
     def outcome(self, pairs: EigenPairs) -> dict[str, Any]:
         """Return what was reached, and why no more was computed; warn where it is too little."""
-        asked = self.tolerance / self.probe.margin
-        stopped = "memory budget"
+        asked, stopped = self.tolerance / self.probe.margin, "memory budget"
         if self.error <= self.tolerance:
             stopped = "tolerance"
         elif STOPPED in pairs.statistics:
@@ -234,19 +228,8 @@ class ProbeGrowth:
         }
 
 
-def _given(problem: Problem, inputs: Any) -> list[Batch]:
-    """Return the part of the given inputs that this process works on."""
-    most = max(1, _MOST_ROWS // problem.num_outputs)
-    batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
-    if batch is None:
-        raise DataError("probe: expected at least one input, got none.")
-    part = batch.rows(slice(problem.group.rank, most, problem.group.size))
-    return [part] if len(part) else []
-
-
-def _drawn(problem: Problem, seed: int) -> list[Batch]:
+def _drawn(problem: Problem, count: int, seed: int) -> list[Batch]:
     """Draw some of the examples without replacement. Cost: one pass over the data."""
-    count = min(_MOST_INPUTS, max(1, _MOST_ROWS // problem.num_outputs), problem.num_examples)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(problem.num_examples, generator=generator)[:count].sort().values
     chosen = problem.data.own(chosen)

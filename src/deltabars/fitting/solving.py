@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import BASIS, share
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
-from deltabars.runtime.vectors import ShardedVectors, Space
+from deltabars.runtime.vectors import ShardedVectors
 
 _ALWAYS_DENSE = 512  # parameters: forming the matrix costs less than a Krylov space is worth
 _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wanted
@@ -47,43 +48,33 @@ _SOME_PAIRS = 100  # where their number is not known
 
 
 class Deadline:
-    """When a computation stops with what it has: never, where no seconds are given.
-
-    Args:
-        seconds: that it may take from now on.
-        group: the processes, which all go by the clock of the first one.
-    """
+    """When a computation stops with what it has, by the clock of the first process."""
 
     def __init__(self, seconds: float | None, group: Group) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
         self._group = group
 
     def is_over(self) -> bool:
-        """Return whether it is over. One collective, if there is one."""
-        if self._end is None:
+        """Return whether it is over. One collective, where there is a limit."""
+        if self._end == math.inf:
             return False
         return bool(self._group.broadcast_object(time.monotonic() >= self._end))
 
     def first_of(self, parts: int) -> Deadline:
         """Return that of the first of several computations, which share the time evenly."""
-        left = None if self._end is None else (self._end - time.monotonic()) / parts
-        return Deadline(left, self._group)
+        return Deadline((self._end - time.monotonic()) / parts, self._group)
 
 
 @dataclass(frozen=True)
 class Task:
-    """The eigenpairs of one matrix, to be computed.
-
-    With a growth, as many as are enough by it. With a checkpoint, from where it was left. After the
-    deadline, those that have converged by then.
-    """
+    """The eigenpairs of one matrix, to be computed."""
 
     name: str
     operator: CurvatureOperator
     options: FitOptions
-    growth: ProbeGrowth | None
+    growth: ProbeGrowth | None  # says how many are enough
     checkpoint: MatrixCheckpoint | None
-    deadline: Deadline
+    deadline: Deadline  # with those that have converged by then
     progress: bool
 
     @property
@@ -105,18 +96,24 @@ class Task:
 
 def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
     """Compute eigenpairs; return how they were found, how good they are, and how long it took."""
-    started, name, operator, growth = time.perf_counter(), task.name, task.operator, task.growth
-    space, level = operator.spaces.whole, operator.problem.l2
-    if task.checkpoint is not None:
-        found = task.checkpoint.finished(operator.device, growth)
-        if found is not None:
-            _check_derivatives(task, *found)
-            if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
-                warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
-            warn_of_audit(name, found[1])
-            warn_about_values(name, found[0], level)
-            return _sharded(found[0], space), found[1]
-    total = task.rank if growth is None else None
+    kept = task.checkpoint
+    found = None if kept is None else kept.finished(task.operator.device, task.growth)
+    if found is not None:
+        _check_derivatives(task, *found)
+        if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
+            warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
+    pairs, diagnostics = _computed(task) if found is None else found
+    warn_of_audit(task.name, diagnostics)
+    warn_about_values(task.name, pairs, task.operator.problem.l2)
+    space = task.operator.spaces.whole
+    if space.group.size > 1:  # which hold their own columns
+        pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
+    return pairs, diagnostics
+
+
+def _computed(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
+    name, operator, growth = task.name, task.operator, task.growth
+    started, total = time.perf_counter(), task.rank if growth is None else None
     with (
         operator.problem.network.same_bits(),
         full_precision(operator.device),
@@ -129,11 +126,20 @@ def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
             if 0 < growth.useful(pairs.values) < len(pairs):
                 pairs = pairs.first(growth.useful(pairs.values))
         elif is_stopped:
-            _warn_of_time(task, pairs)
-        quality = audit(operator.whole_matmat, space, pairs, task.options.seed)
+            left = int(pairs.statistics.get(ROWS_LEFT, 0))
+            got = f"{left:,} rows unprocessed" if left else f"the {len(pairs)} that had converged"
+            resume = f"with {option('checkpoint=')} it can be resumed"
+            if task.checkpoint is not None:
+                resume = "the same call resumes"
+            warn(
+                f"max_seconds: expected {task.rank} eigenpairs of the {name}, got {got} when the "
+                f"time was over. Error bounds count what is missing. Give more time ({resume}), a "
+                f"smaller rank, or fewer parameters, such as {option('params', LastLayer())}.",
+                ConvergenceWarning,
+            )
+        quality = audit(operator.whole_matmat, operator.spaces.whole, pairs, task.options.seed)
         measured = {key: quality.pop(key) for key in (SKEW, PRODUCT_ROUNDING)}
         pairs = replace(pairs, statistics={**measured, **pairs.statistics})
-        warn_of_audit(name, quality)
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
             quality["rounded_below_l2"] = max(0.0, operator.row_shift - float(pairs.values[-1]))
@@ -142,13 +148,11 @@ def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
     diagnostics = {
         **pairs.statistics,
         **quality,
-        "tail_below_l2": max(0.0, level - pairs.least),
+        "tail_below_l2": max(0.0, operator.problem.l2 - pairs.least),
         "seconds": time.perf_counter() - started,
     }
     if task.checkpoint is not None and not is_stopped:
         task.checkpoint.finish(pairs, diagnostics, growth)
-    pairs = _sharded(pairs, space)
-    warn_about_values(name, pairs, level)
     return pairs, diagnostics
 
 
@@ -166,41 +170,15 @@ def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any])
         )
 
 
-def _sharded(pairs: EigenPairs, space: Space) -> EigenPairs:
-    """Mark vectors (K, p) as the own columns of vectors that processes share."""
-    if space.group.size == 1:
-        return pairs
-    return replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
-
-
-def _warn_of_time(task: Task, pairs: EigenPairs) -> None:
-    left = int(pairs.statistics.get(ROWS_LEFT, 0))
-    got = f"the {len(pairs)} that had converged" if not left else f"{left:,} rows unprocessed"
-    resume = f"with {option('checkpoint=')} it can be resumed"
-    if task.checkpoint is not None:
-        resume = "the same call resumes"
-    warn(
-        f"max_seconds: expected {task.rank} eigenpairs of the {task.name}, got {got} when the time "
-        f"was over. Error bounds count what is missing. Give more time ({resume}), a smaller rank, "
-        f"or fewer parameters, such as {option('params', LastLayer())}.",
-        ConvergenceWarning,
-    )
-
-
 def _run(task: Task, bar: Progress) -> EigenPairs:
     operator, options, growth, rank = task.operator, task.options, task.growth, task.rank
     tolerance = options.residual_tolerance
     if tolerance is None:
         tolerance = residual_tolerance(operator.dtype, operator.problem.l2)
-    few = (
-        1
-        if not isinstance(operator, RowOperator)
-        else _GROWING_BLOCK
-        if growth
-        else default_block_size(rank)
-    )
-    block = {"krylov": few, "dense": _DENSE_BLOCK}.get(task.solver, 1)
-    report = _Steps(task, bar, block)
+    block = _DENSE_BLOCK if task.solver == "dense" else 1
+    if task.solver == "krylov" and isinstance(operator, RowOperator):
+        block = _GROWING_BLOCK if growth else default_block_size(rank)
+    report, is_over = _Steps(task, bar, block), task.deadline.is_over
     matrix = _OwnColumns(operator, rank + options.smallest)
     limited: dict[str, Any] = {
         "tolerance": tolerance,
@@ -209,17 +187,10 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
         "on_step": report,
     }
     if task.solver == "dense":
-        pairs = _own(eigen.dense(operator, rank, on_step=report), operator)
-        if growth is not None:
-            growth.least = pairs.exact_least
-            projections = operator.spaces.reached.inner(
-                growth.rows, operator.spaces.select(pairs.vectors)
-            )
-            pairs = pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
+        pairs = eigen.dense(operator, rank, on_step=report)
     elif task.solver == "arpack":
-        pairs = _own(eigen.arpack(operator, rank, **limited), operator)
+        pairs = eigen.arpack(operator, rank, **limited)
     elif task.solver == "incremental":
-        is_over = task.deadline.is_over
         pairs = eigen.incremental_svd(matrix, rank, on_step=report, is_over=is_over)
     else:
         pairs = eigen.block_krylov(
@@ -230,19 +201,26 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
             max_vectors=_vectors_within(task, block),
             growth=growth,
             checkpoint=task.checkpoint,
-            is_over=task.deadline.is_over,
+            is_over=is_over,
             **limited,
         )
-    if matrix.is_reached and task.solver in ("krylov", "incremental"):
-        pairs = embed(pairs, operator.spaces, operator.problem.l2)
+    spaces, group = operator.spaces, operator.problem.group
+    if task.solver in ("krylov", "incremental"):
+        return embed(pairs, spaces, operator.problem.l2) if matrix.is_reached else pairs
+    if group.size > 1:  # each has computed all columns, and keeps its own
+        group.broadcast_(pairs.vectors)  # where eigenvalues repeat, unlike machines find others
+        pairs = replace(pairs, vectors=pairs.vectors[:, spaces.whole.own].clone())
+    if growth is not None:
+        growth.least = pairs.exact_least
+        projections = spaces.reached.inner(growth.rows, spaces.select(pairs.vectors))
+        pairs = pairs.first(fewest(growth, pairs.values, projections) or len(pairs))
     return pairs
 
 
 class _OwnColumns:
     """A curvature matrix as solvers work on it: rows of the columns of this process.
 
-    It is restricted to the parameters that the examples reach (`is_reached`) where these are enough
-    for the eigenvalues that are wanted.
+    Of the parameters that the examples reach alone where these are enough (`is_reached`).
     """
 
     def __init__(self, operator: CurvatureOperator, wanted: int) -> None:
@@ -251,30 +229,17 @@ class _OwnColumns:
         self.space = spaces.reached if self.is_reached else spaces.whole
         self.shape = (self.space.size, self.space.size)
         self.device, self.dtype = operator.device, operator.dtype
-        self.matmat: Callable[..., Any] = operator.whole_matmat
-        if self.is_reached:
-            self.matmat = operator.reached_matmat
+        self.matmat: Callable[..., Any] = (
+            operator.reached_matmat if self.is_reached else operator.whole_matmat
+        )
         if isinstance(operator, RowOperator):
             whole, reached = operator.row_blocks, operator.reached_row_blocks
             self.row_blocks = reached if self.is_reached else whole
             self.row_scale, self.row_shift = operator.row_scale, operator.row_shift
 
 
-def _own(pairs: EigenPairs, operator: CurvatureOperator) -> EigenPairs:
-    """Keep the columns of this process, of pairs that every process has computed."""
-    group = operator.problem.group
-    if group.size == 1:
-        return pairs
-    group.broadcast_(pairs.vectors)  # where eigenvalues repeat, unlike machines find others
-    return replace(pairs, vectors=pairs.vectors[:, operator.spaces.whole.own].clone())
-
-
 def _vectors_within(task: Task, block_size: int) -> int:
-    """Return how far a Krylov basis may grow before it is restarted.
-
-    As far as it usually needs to, so that it is not restarted at all; but within its share of the
-    memory budget. Vectors of the reached parameters alone are shorter, and there may be more.
-    """
+    """Return how far a Krylov basis may grow: as is usual, within its share of the budget."""
     # Of the process with the most columns, so that all come to the same number.
     spaces, pairs = task.operator.spaces, task.rank + task.options.smallest
     size, columns = (max(space.columns.widths) for space in (spaces.whole, spaces.reached))
@@ -292,8 +257,7 @@ def _vectors_within(task: Task, block_size: int) -> int:
 class _Steps:
     """The steps of a solver, shown with the time that is left; a long one is announced.
 
-    The time is forecast from that of the first products, which set up what the others use, and from
-    how many products trained networks usually take.
+    The time is forecast from how many products trained networks usually take.
     """
 
     def __init__(self, task: Task, bar: Progress, block: int) -> None:
@@ -314,7 +278,6 @@ class _Steps:
         self._bar.show(done, f"{products} products{aim}", self._left(products))
 
     def _left(self, products: int) -> float | None:
-        """Return the seconds that are left, as far as that can be said."""
         now = time.monotonic()
         if self._first is None:
             self._first = now, products

@@ -1,15 +1,13 @@
 """The options of a fit and its data: two frozen records, which everything else takes.
 
-`FitOptions` serves the solvers, the manifest and the identity of checkpoints. `FittedState` is what
-an algorithm needs of a fit; `DeltaFit` is that, with methods for users. What follows from the data
-alone (covariances, the overlap of two bases) is computed when it is first needed, and kept.
+`FittedState` is what an algorithm needs of a fit; `DeltaFit` is that, with methods for users.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from numbers import Real
 from types import MappingProxyType
@@ -19,11 +17,7 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.base import Covariance, Defects
-from deltabars.covariance.estimators import (
-    DEFAULT_ESTIMATOR,
-    ESTIMATORS,
-    build_covariance,
-)
+from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, build_covariance
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
@@ -38,7 +32,7 @@ SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 DEFAULT_RANK = 100
 DEFAULT_TOLERANCE = 0.05  # of `rank="auto"`
 
-_LEAST = {"seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
+_LEAST = {"rank": 1, "seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
 _FAR, _FAR_RELATIVE = 1.0, 0.5  # error bars; of the relative gradient
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁
@@ -83,12 +77,20 @@ class FitOptions:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise BadValueError(f"{name}: expected one of {list(known)}, got {value!r}.")
-        self._check_rank()
+        if isinstance(self.rank, str) and not self.is_automatic:
+            raise BadValueError(f"rank: expected a whole number or 'auto', got {self.rank!r}.")
+        if not self.is_automatic and (self.tolerance is not None or self.probe is not None):
+            raise BadValueError(
+                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
+                f"{option('rank', self.rank)}."
+            )
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance, ", such as 0.05 for 5 % of a score")
         for name, least in _LEAST.items():
-            value = getattr(self, name)
+            value = None if name == "rank" and self.is_automatic else getattr(self, name)
             if least == 0 or value is not None:
                 check_whole(name, value, least)
-                object.__setattr__(self, name, int(value))
+                object.__setattr__(self, name, int(value or 0))
         if self.residual_tolerance is not None:
             check_positive("residual_tolerance", self.residual_tolerance)
         if self.max_seconds is not None:
@@ -97,46 +99,30 @@ class FitOptions:
             object.__setattr__(self, "max_seconds", seconds if seconds < math.inf else None)
         self._check_solver()
 
-    def _check_rank(self) -> None:
-        if self.is_automatic:
-            if self.tolerance is not None:
-                check_positive("tolerance", self.tolerance, ", such as 0.05 for 5 % of a score")
-            return
-        if isinstance(self.rank, str):
-            raise BadValueError(f"rank: expected a whole number or 'auto', got {self.rank!r}.")
-        if self.tolerance is not None or self.probe is not None:
-            raise BadValueError(
-                f"tolerance, probe: expected them with {option('rank', 'auto')} only, got "
-                f"{option('rank', self.rank)}."
-            )
-        if self.rank is not None:
-            check_whole("rank", self.rank)
-            object.__setattr__(self, "rank", int(self.rank))
-
     def _check_solver(self) -> None:
-        matrices = ESTIMATORS[self.estimator]
-        if self.is_automatic and self.solver in ("arpack", "incremental"):
-            raise BadValueError(
+        matrices, solver, fault = ESTIMATORS[self.estimator], self.solver, ""
+        if self.is_automatic and solver in ("arpack", "incremental"):
+            fault = (
                 f"solver: expected 'auto', 'krylov' or 'dense' with {option('rank', 'auto')}, got "
-                f"{self.solver!r}, which must know the rank before it starts."
+                f"{solver!r}, which must know the rank before it starts."
             )
-        if self.solver == "incremental" and matrices == ("hessian",):
-            raise BadValueError(
+        elif solver == "incremental" and matrices == ("hessian",):
+            fault = (
                 "solver: expected 'krylov', 'dense' or 'arpack' for the Hessian, got "
-                "'incremental', which works on rows of gradients (opg, ggn, and the opg part of a "
-                "sandwich)."
+                "'incremental', which works on rows of gradients (opg, ggn)."
             )
-        if self.smallest and ("hessian" not in matrices or self.solver == "arpack"):
-            raise BadValueError(
+        elif self.smallest and ("hessian" not in matrices or solver == "arpack"):
+            fault = (
                 f"smallest: expected 0, got {self.smallest}: the lower end of the spectrum is "
-                "computed for a Hessian, by the solvers 'krylov' and 'dense'. (That of opg and ggn "
-                "is λ.)"
+                "computed for a Hessian, by 'krylov' and 'dense'. (That of opg and ggn is λ.)"
             )
-        if self.max_seconds is not None and self.solver in ("dense", "arpack"):
-            raise BadValueError(
+        elif self.max_seconds is not None and solver in ("dense", "arpack"):
+            fault = (
                 "max_seconds: expected solver 'auto', 'krylov' or 'incremental', got "
-                f"{self.solver!r}, which has no pairs before its end."
+                f"{solver!r}, which has no pairs before its end."
             )
+        if fault:
+            raise BadValueError(fault)
 
     @property
     def is_automatic(self) -> bool:
@@ -155,46 +141,25 @@ class FitOptions:
         rank = min(DEFAULT_RANK, num_parameters) if self.rank is None else self.rank
         return replace(self, rank=rank)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all options by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FittedState:
-    """The data of a fit.
-
-    Attributes:
-        estimator: `"hessian"`, `"opg"`, `"sandwich"` or `"ggn"`.
-        prior: λ, or the λs by name pattern.
-        num_examples: N.
-        num_outputs: C.
-        spectra: the eigenpairs by matrix: `"hessian"`, `"opg"`, `"ggn"`; of regression at noise 1.
-        diagnostics: cost and gradient norm, how good the eigenpairs are, times, versions: as JSON.
-        likelihood: the meaning of the outputs.
-        network: a private copy of the model, with the trained weights.
-        signature: the form of an input.
-        weights: the fingerprint of the model's state.
-        behaviour: outputs of generated inputs; None in files of older versions.
-        memory_budget: bytes to stay within; None for half of what is free.
-        progress: whether to show it by default.
-        known_overlap: M = Q_Hᵀ Q_G where it is known already, say of vectors before rounding.
-    """
+    """The data of a fit."""
 
     estimator: str
     prior: Prior
-    num_examples: int
-    num_outputs: int
-    spectra: Mapping[str, EigenPairs]
-    diagnostics: Mapping[str, Any]
+    num_examples: int  # N
+    num_outputs: int  # C
+    spectra: Mapping[str, EigenPairs]  # by matrix; of regression at noise 1
+    diagnostics: Mapping[str, Any]  # how good the eigenpairs are, times, versions: as JSON
     likelihood: Likelihood
-    network: Network
-    signature: Signature
-    weights: str
-    behaviour: Behaviour | None = None
-    memory_budget: int | None = None
+    network: Network  # a private copy of the model, with the trained weights
+    signature: Signature  # of the inputs
+    weights: str  # the fingerprint of the model's state
+    behaviour: Behaviour | None = None  # outputs of generated inputs; None in older files
+    memory_budget: int | None = None  # bytes; None for half of what is free
     progress: bool = True
-    known_overlap: Tensor | None = None
+    known_overlap: Tensor | None = None  # M where it is known, say of vectors before rounding
 
     def __post_init__(self) -> None:
         for name in ("spectra", "diagnostics"):
@@ -252,21 +217,15 @@ class FittedState:
             return self.known_overlap
         return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
 
-    @cached_property
-    def _covariances(self) -> dict[tuple[str, int, bool], Covariance]:
-        return {}
-
     def moved(self, **changes: Any) -> Self:
         """Replace some fields; the eigenvectors stay, and so does their overlap."""
         overlap = self.__dict__.get("overlap", self.known_overlap)
         return replace(self, known_overlap=overlap, **changes)
 
     def pairs_of(self, name: str) -> EigenPairs:
-        """Return the eigenpairs of a matrix at the fit's noise σ.
+        """Return the eigenpairs of a matrix at the fit's noise σ: G's data part is over σ².
 
-        The spectra are those of regression at σ = 1. The Hessian and the GGN of the loss over σ²
-        are those over σ², and N/σ² takes care of it; the outer products of gradients are over σ⁴,
-        so that in units of σ² their data part is over σ² once more.
+        The spectra are those of regression at σ = 1; see `deltabars.fitting.tuning`.
         """
         pairs = self.spectra[name]
         if name != "opg" or self.noise in (None, 1):
@@ -278,11 +237,12 @@ class FittedState:
         """Return Σ of an estimator that the fit serves, from its first `rank` pairs."""
         if not isinstance(full_rank, bool):
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
+        found: dict[Any, Covariance] = self.__dict__.setdefault("_covariances", {})
         key = estimator, rank, full_rank
-        if key not in self._covariances:
+        if key not in found:
             known = {name: self.pairs_of(name) for name in self.spectra}
             both = estimator == "sandwich"
-            self._covariances[key] = build_covariance(
+            found[key] = build_covariance(
                 estimator,
                 {name: pairs.values for name, pairs in known.items()},
                 rank=rank,
@@ -294,43 +254,33 @@ class FittedState:
                 defects={name: _defects_of(name, pairs) for name, pairs in known.items()},
                 full_rank=full_rank,
             )
-        return self._covariances[key]
+        return found[key]
 
     def evidence(self, rank: int, estimator: str) -> Evidence:
-        """Return what a fit knows of the quality of all its error bars. Cost: nothing."""
-        last = set(LastLayer().names(self.network.model))
-        known = self.diagnostics
+        """Return what a fit knows of the quality of all its error bars."""
+        network, known = self.network, self.diagnostics
+        last = set(network.parameters.names) <= set(LastLayer().names(network.model))
         # Diagnostics from a file may be anything: what is no number is no evidence.
         gradient, distance = (
             float(value) if isinstance(value, int | float) else None
             for value in map(known.get, ("relative_gradient", "distance_from_optimum"))
         )
-        return Evidence(
-            rank,
-            estimator == "opg",
-            set(self.network.parameters.names) <= last,
-            off_optimum(gradient or 0.0, distance),
-            known.get("at_chance") is True,
-        )
+        far, at_chance = off_optimum(gradient or 0.0, distance), known.get("at_chance") is True
+        return Evidence(rank, estimator == "opg", last, far, at_chance)
 
     def served(self, asked: str | Sequence[str] | None) -> list[str]:
         """Return the names of the wanted estimators; refuse those that the fit does not serve."""
         if asked is None:
             return [self.estimator]
         names = [asked] if isinstance(asked, str) else list(asked)
-        possible = [
-            name
-            for name, needed in ESTIMATORS.items()
-            if all(matrix in self.spectra for matrix in needed)
-        ]
+        possible = [name for name, needed in ESTIMATORS.items() if set(needed) <= set(self.spectra)]
         for name in names or ["an empty list"]:
             if name not in possible:
-                advice = (
-                    f" Fit with {option('estimator', name)} for it." if name in ESTIMATORS else ""
-                )
+                advice = option("estimator", name)
                 raise BadValueError(
                     f"estimator: expected one of {possible}, which this {self.estimator} fit can "
-                    f"serve, got {name!r}.{advice}"
+                    f"serve, got {name!r}."
+                    + (f" Fit with {advice} for it." if name in ESTIMATORS else "")
                 )
         return names
 
@@ -342,10 +292,7 @@ class FittedState:
 
 
 def off_optimum(relative_gradient: float, distance: float | None) -> str:
-    """Describe how far from an optimum the weights are; empty where error bars are larger.
-
-    The distance is that of predictions from those at the optimum, in error bars; None if not known.
-    """
+    """Describe how far, in error bars, predictions are from an optimum's; empty where near."""
     if relative_gradient <= _FAR_RELATIVE or (distance is not None and distance <= _FAR):
         return ""
     if distance is None:

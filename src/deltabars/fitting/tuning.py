@@ -24,11 +24,9 @@ from deltabars.covariance.estimators import ESTIMATORS
 from deltabars.eigen.pairs import warn_about_values
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.state import FittedState
-from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
-from deltabars.prediction.prediction import Prediction
 from deltabars.prediction.scoring import Scorer
 from deltabars.problem.data import iterate, labelled
 from deltabars.problem.parameters import L2Rates, Prior, scaled
@@ -36,8 +34,6 @@ from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
 METHODS = ("marginal_likelihood", "validation")
-DATA_TRACE = "data_trace"
-
 _DECADES = 6  # to either side of the fitted λ; on validation data a half of that
 _GRID = 241
 _TRIED = 61  # on validation data: ten a decade
@@ -61,35 +57,27 @@ def with_l2(state: State, l2: L2Rates) -> State:
 
 def with_settled_noise(state: State) -> State:
     """Estimate the noise of a fit where its likelihood has an estimated one; it depends on λ."""
-    likelihood = state.likelihood
-    if not isinstance(likelihood, Gaussian):
-        return state
-    is_open = likelihood.noise is None or likelihood.estimated
+    gaussian = state.likelihood if isinstance(state.likelihood, Gaussian) else None
+    is_open = gaussian is not None and (gaussian.noise is None or gaussian.estimated)
     return with_noise(state, None) if is_open else state
 
 
 def with_noise(state: State, noise: Any) -> State:
-    """Move a fit to another noise; None or `"estimate"` takes that of the residuals.
-
-    Raises:
-        BadValueError: no Gaussian likelihood; to estimate it from, no residuals, or no more targets
-            than effective parameters.
-    """
+    """Move a fit to another noise; None or `"estimate"` takes that of the residuals."""
     if not isinstance(state.likelihood, Gaussian):
         raise BadValueError(
             f"noise: expected a fit with a Gaussian likelihood, got {state.likelihood.name}, which "
             "has none."
         )
-    given = check_noise(noise)
-    found = given
+    found = given = check_noise(noise)
     if found is None:
         found = float(_estimates(state, torch.tensor([state.level], dtype=torch.float64))[0])
         if not 0 < found < math.inf:
             targets = state.num_examples * state.num_outputs
             few = f"{targets:,} targets for as many effective parameters or more"
+            got = few if found else "none: every target is met exactly"
             raise BadValueError(
-                "noise: expected residuals to estimate it from, got "
-                f"{few if found else 'none: every target is met exactly'}. Give it, for example "
+                f"noise: expected residuals to estimate it from, got {got}. Give it, for example "
                 "with likelihood=deltabars.likelihoods.Gaussian(noise=0.1)."
             )
     likelihood = replace(state.likelihood, noise=found, estimated=given is None)
@@ -108,9 +96,8 @@ def _estimates(state: FittedState, levels: Tensor) -> Tensor:
     """Estimate σ of a fit at each λ, (n,), float64: σ̂² = RSS/(N·C − γ).
 
     γ is the number of effective parameters in the computed pairs (of a sandwich, of the Hessian).
-    γ of G depends on σ: then σ̂ is where both sides agree, which is at one point, as
-    σ²·(N·C − γ(σ)) grows with σ. Zero where every target is met exactly; infinite where there are
-    no more targets than effective parameters.
+    γ of G depends on σ: σ̂ is then the one point where both sides agree. Zero where every target is
+    met exactly; infinite where there are no more targets than effective parameters.
     """
     name, targets = state.main_matrix, state.num_examples * state.num_outputs
     found = (state.spectra[name].values - state.level).cpu()  # of the data part at noise 1, (K,)
@@ -139,13 +126,13 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
 
     Laplace's method at ω̂: log p(data | ω̂) − ½N·λ‖ω̂‖² − ½ Σ log(1 + μₖ/λ), μ the eigenvalues of the
     data part. K of them are known; the m others that the data reach lie between 0 and μ_K and sum
-    up to what the trace leaves. The value is the middle. Of a Hessian, whose other eigenvalues lie
-    to both sides of λ, it is that of a tail at λ, and the bounds hold if they are all above.
+    up to what the trace leaves. The value is the middle; of a Hessian, that of a tail at λ, and the
+    bounds hold if all eigenvalues are above.
     """
     name = state.main_matrix
     pairs, levels = state.spectra[name], levels.double()
     known = (pairs.values - state.level).clamp(min=0).cpu()  # μ at noise 1, (K,)
-    trace = state.diagnostics[name].get(DATA_TRACE)
+    trace = state.diagnostics[name].get("data_trace")
     others = max(0, state.diagnostics["parameters_reached"] - len(known))  # m
     point, scale = state.network.point.double(), state.network.scale
     square = float((point if scale is None else point / scale).square().sum())
@@ -176,28 +163,17 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
 
 @dataclass(frozen=True, eq=False)
 class Tuning:
-    """A search over λ.
+    """A search over λ."""
 
-    Attributes:
-        method: `"marginal_likelihood"` or `"validation"`.
-        l2: the best λ (or λs by name pattern, times a common factor).
-        fit: the `DeltaFit` with that λ.
-        fitted_level: the λ that the search started from.
-        levels: the λs that were tried, as in the eigenvalues (see `DeltaFit.level`), (n,).
-        values: the log marginal likelihood at each, or the mean loss on the validation set, (n,).
-        low, high: what the log marginal likelihood lies between, (n,); None for a loss.
-        at_edge: whether the best one is the first or the last: the optimum may lie beyond.
-    """
-
-    method: str
-    l2: L2Rates
-    fit: Any
-    fitted_level: float
-    levels: Tensor
-    values: Tensor
-    low: Tensor | None
+    method: str  # "marginal_likelihood" or "validation"
+    l2: L2Rates  # the best λ (or λs by name pattern, times a common factor)
+    fit: Any  # the `DeltaFit` with that λ
+    fitted_level: float  # the λ that the search started from
+    levels: Tensor  # the λs that were tried, as in the eigenvalues (see `DeltaFit.level`), (n,)
+    values: Tensor  # the log marginal likelihood at each, or the mean validation loss, (n,)
+    low: Tensor | None  # what the log marginal likelihood lies between, (n,); None for a loss
     high: Tensor | None
-    at_edge: bool
+    at_edge: bool  # whether the best one is the first or the last: the optimum may lie beyond
 
     def __float__(self) -> float:
         """Return the best λ, where it is one number."""
@@ -210,32 +186,25 @@ class Tuning:
         if self.low is None or self.high is None:
             return f"Tuning: l2 = {self.l2}, validation loss {float(self.values.min()):.6g}{edge}"
         best = int(self.values.argmax())
-        return (
-            f"Tuning: l2 = {self.l2}, log marginal likelihood {float(self.values[best]):.6g} "
-            f"(between {float(self.low[best]):.6g} and {float(self.high[best]):.6g}){edge}"
-        )
+        value, low, high = (f"{float(x[best]):.6g}" for x in (self.values, self.low, self.high))
+        found = f"log marginal likelihood {value} (between {low} and {high})"
+        return f"Tuning: l2 = {self.l2}, {found}{edge}"
 
 
 def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
     """Search over λ; the arguments are those of `DeltaFit.tune_l2`."""
     if method not in METHODS:
         raise BadValueError(f"method: expected one of {METHODS}, got {method!r}.")
+    if (data is None) == (method == "validation"):
+        some, none = "validation data", "none"
+        expected, got = (some, none) if data is None else (none, some)
+        raise BadValueError(f"data: expected {expected} for method={method!r}, got {got}.")
     if method == "validation":
-        if data is None:
-            raise BadValueError(
-                "data: expected validation data (inputs and targets) for method='validation', got "
-                "none. method='marginal_likelihood' needs none."
-            )
         levels = _levels(state, _DECADES / 2, _TRIED)
         values, low, high = _validation_losses(state, data, levels), None, None
         index = int(values.argmin())
         best, at_edge = levels[index], index in (0, len(levels) - 1)
     else:
-        if data is not None:
-            raise BadValueError(
-                "data: expected none for method='marginal_likelihood', which follows from the "
-                "fit, got some. Choose method='validation' to use them."
-            )
         levels = _levels(state, _DECADES, _GRID)
         best, at_edge = _maximum(lambda tried: log_evidence(state, tried)[0], levels)
         levels = torch.cat([levels, best[None]]).sort().values
@@ -263,11 +232,9 @@ def _maximum(function: Callable[[Tensor], Tensor], levels: Tensor) -> tuple[Tens
 
 
 def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
-    """Return the mean −log p(target) for each λ, (n,), float64.
+    """Return the mean −log p(target) for each λ, (n,), float64; F is computed once, for all λ.
 
-    p is the moderated probability, or has the total standard deviation. F and its projections are
-    computed once, for all λ. Cost: that of one prediction of the data, and n·C·K operations an
-    example.
+    p is the moderated probability, or has the total standard deviation.
     """
     likelihood, covariances = state.likelihood, {}
     with full_precision(state.network.device), warnings.catch_warnings():
@@ -275,7 +242,7 @@ def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
         for index, level in enumerate(levels.tolist()):
             moved = with_l2(state, scaled(state.l2, level / state.level))
             covariances[str(index)] = moved.covariance_of(state.estimator, state.rank)
-    method = "sampling" if likelihood.discrete else None
+    method, outputs = "sampling" if likelihood.discrete else None, state.num_outputs
     scorer = Scorer(
         state.pullback,
         likelihood,
@@ -286,9 +253,7 @@ def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
         "rigorous",
         with_covariance=False,
         classes=None,
-        moderation=choose_moderation(
-            method, SAMPLES, 0, state.num_outputs, likelihood, subset=False
-        ),
+        moderation=choose_moderation(method, SAMPLES, 0, outputs, likelihood, subset=False),
         memory_budget=state.memory_budget,
     )
     total, count = torch.zeros(len(levels), dtype=torch.float64), 0
@@ -300,30 +265,23 @@ def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
             if not len(batch):
                 continue
             found = scorer.predict(batch.inputs, None, False)
-            targets = likelihood.arranged(batch.targets, state.num_outputs)
-            targets = targets.to(state.network.device)
+            targets = likelihood.arranged(batch.targets, outputs).to(state.network.device)
             likelihood.check_targets(found["0"].mean, targets)
             for index, prediction in enumerate(found.values()):
-                losses = _losses(likelihood, prediction, targets, noises[index])
+                if isinstance(likelihood, Gaussian):
+                    std = (prediction.variance + noises[index] ** 2).sqrt()
+                    losses = -torch.distributions.Normal(prediction.mean, std).log_prob(targets)
+                else:
+                    chosen = prediction.moderated
+                    assert chosen is not None
+                    if isinstance(likelihood, Bernoulli):
+                        chosen = torch.where(targets > 0, chosen, 1 - chosen)
+                    else:
+                        chosen = chosen.gather(1, targets.long()[:, None])
+                    losses = -chosen.log()
                 total[index] += float(losses.sum())
             count += len(targets)
             bar.show(count)
     if not count:
         raise DataError("Validation data: expected at least one example, got none.")
     return total / count
-
-
-def _losses(
-    likelihood: Likelihood, prediction: Prediction, targets: Tensor, noise: float
-) -> Tensor:
-    """Compute −log p of each target, at a given noise, (B,)."""
-    if isinstance(likelihood, Gaussian):
-        total_std = (prediction.variance + noise**2).sqrt()
-        gap = (targets - prediction.mean) / total_std
-        density = 0.5 * gap.square() + total_std.log() + 0.5 * math.log(2 * math.pi)
-        return density.sum(-1)
-    assert prediction.moderated is not None
-    if isinstance(likelihood, Bernoulli):
-        right = torch.where(targets > 0, prediction.moderated, 1 - prediction.moderated)
-        return -right.log().sum(-1)
-    return -prediction.moderated.gather(1, targets.long()[:, None]).squeeze(1).log()

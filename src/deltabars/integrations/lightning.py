@@ -30,11 +30,7 @@ _TRIED = 16  # examples; a coin that is thrown for each comes out alike for all 
 
 
 def sequential(loader: Any) -> DataLoader[Any]:
-    """Return a loader of the same examples without shuffling or `drop_last`.
-
-    What is not one DataLoader, or may take an example twice in an epoch, is refused.
-    """
-    culprit = loader
+    """Return a loader of the same examples without shuffling or `drop_last`, or refuse it."""
     if isinstance(loader, DataLoader):
         # An iterable dataset comes in its own order; where nothing samples, in its own batches.
         is_own = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
@@ -43,10 +39,10 @@ def sequential(loader: Any) -> DataLoader[Any]:
         indices = examples_of(loader)
         if indices is not None:
             return loader_of(loader, indices)
-        culprit = loader.batch_sampler if loader.batch_size is None else loader.sampler
+        loader = loader.batch_sampler if loader.batch_size is None else loader.sampler
     raise DataError(
         "data: expected a trainer with one training DataLoader that takes each example once an "
-        f"epoch, got a {type(culprit).__name__}. Give the training data with data=."
+        f"epoch, got a {type(loader).__name__}. Give the training data with data=."
     )
 
 
@@ -142,7 +138,7 @@ class FitsAtTheEnd:
     # A validation within a training is not scored: its weights are not the last.
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Get ready."""
+        """Forget earlier scores."""
         if trainer.state.fn != "fit":
             self._prepare(pl_module)
 
@@ -172,7 +168,7 @@ class FitsAtTheEnd:
         self.predictions_ = [Prediction.concatenate(each) for each in parts]
 
     def _prepare(self, pl_module: Any) -> None:
-        """Forget earlier scores; without a fit of these very weights there will be none."""
+        """Forget earlier scores; score from now on if the fit is of these very weights."""
         self._scorer, self._summaries, self._collected = None, {}, {}
         if self.fit_ is None:
             return

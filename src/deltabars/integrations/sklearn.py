@@ -113,8 +113,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _means(self, X: Any) -> Tensor:
         """Return the predictions without error bars: one pass through the network."""
-        inputs = self._inputs(X)
-        network = self.fit_.network
+        inputs, network = self._inputs(X), self.fit_.network
         with torch.no_grad(), network.evaluation():
             outputs = network.outputs(network.trained, inputs.to(network.device))
         return self.fit_.likelihood.mean(outputs).cpu()
@@ -141,7 +140,7 @@ class DeltaClassifier(ClassifierMixin, _DeltaEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most probable labels (n,)."""
-        chosen = self._means(X).argmax(1)
+        chosen = self._means(X).argmax(1)  # first: this checks that it is fitted
         return self.classes_[chosen.numpy()]
 
     def predict_proba(self, X: Any) -> np.ndarray:

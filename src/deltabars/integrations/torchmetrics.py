@@ -75,10 +75,7 @@ class _ErrorMetric(_ScoreMetric):
     """A metric of right and wrong predictions."""
 
     def update(self, prediction: Prediction | Tensor, targets: Tensor) -> None:
-        """Add a batch: a Prediction and the true classes (B,).
-
-        Or scores (B,), and whether the predictions are wrong (B,), of type bool.
-        """
+        """Add a batch: a Prediction and true classes (B,), or scores and wrong or not (bool)."""
         if isinstance(prediction, Prediction):
             label, is_truth = prediction.label, targets.dtype == torch.bool
             shape = None if label is None else tuple(label.shape)

@@ -63,10 +63,8 @@ def describe_in_html(prediction: Any) -> str:
     ends = [mean + sign * std for _, mean, std in rows for sign in (-1, 1)]
     if prediction.label is not None and all(0 <= mean <= 1 for _, mean, _ in rows):
         ends = [0.0, 1.0]  # probabilities
-    table = html_table(
-        [*_TITLES[:3], "", *_TITLES[3:]],
-        [[*cells[:3], _bar(mean, std, ends), *cells[3:]] for cells, mean, std in rows],
-    )
+    drawn = [[*cells[:3], _bar(mean, std, ends), *cells[3:]] for cells, mean, std in rows]
+    table = html_table([*_TITLES[:3], "", *_TITLES[3:]], drawn)
     head, below = _around(prediction, _IN_HTML)
     return paragraph(head) + table + "".join(map(paragraph, below))
 
@@ -137,23 +135,17 @@ def axes_or_new(ax: Any) -> Any:
     return pyplot.subplots(layout="constrained")[1] if ax is None else ax
 
 
-def marker_for(count: int) -> str | None:
-    """Return a marker for a curve of so many points: a line needs two."""
-    return "o" if count == 1 else None
-
-
 def draw(prediction: Any, ax: Any = None, targets: Tensor | None = None) -> Any:
     """Draw error bars of all outputs of a few inputs; of many inputs std against mean."""
     shown = prediction.to("cpu")
-    label, count = shown.label, len(shown)
+    label, count, wrong = shown.label, len(shown), None
     if not count:
         raise BadValueError("plot: expected a prediction of one input or more, got none.")
-    wrong = None
     if targets is not None:
         if label is None or label.ndim > 1 or targets.shape != label.shape:
+            got = f"got the shape {tuple(targets.shape)}, or no classes"
             raise BadValueError(
-                f"targets: expected the true class of each of {count} inputs, for a prediction of "
-                f"one class an input, got the shape {tuple(targets.shape)}."
+                f"targets: expected the true class of each of {count} inputs, {got}."
             )
         wrong = label != targets.cpu()
     axes = axes_or_new(ax)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError
 
 
@@ -42,9 +43,8 @@ def auroc(positives: Tensor, negatives: Tensor) -> float:
         0.9166666666666666
     """
     positives, negatives = positives.double().flatten(), negatives.double().flatten()
-    for name, numbers in (("positives", positives), ("negatives", negatives)):
-        if not len(numbers) or bool(numbers.isnan().any()):
-            raise BadValueError(f"auroc: expected {name} that are numbers, got none or NaN.")
+    if not min(len(positives), len(negatives)) or torch.cat([positives, negatives]).isnan().any():
+        raise BadValueError("auroc: expected positives and negatives, got none, or NaN.")
     ordered = negatives.sort().values
     below = torch.searchsorted(ordered, positives)
     below_or_same = torch.searchsorted(ordered, positives, right=True)
@@ -63,12 +63,8 @@ class RiskCoverage:
 def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
     """Compute the risk at every coverage, answering in the order of the score, the lowest first.
 
-    Inputs of the same score are answered in any order; the risk is the mean over these orders, so
-    that the order of the inputs does not matter.
-
-    Args:
-        score: one number an input, high where it is uncertain, (n,).
-        wrong: whether its prediction is wrong, (n,).
+    The score (n,) is high where an input is uncertain; `wrong` (n,) says whether its prediction is.
+    Inputs of the same score are answered in any order; the risk is the mean over these orders.
 
     Example:
         >>> import torch
@@ -95,21 +91,17 @@ def risk_coverage(score: Tensor, wrong: Tensor) -> RiskCoverage:
 def expected_calibration_error(probabilities: Tensor, targets: Tensor, bins: int = 15) -> float:
     """Compute how far the highest probability is from the share of right predictions, on average.
 
+    Probabilities (n, C) are `mean` or `moderated` of a Prediction, targets (n,) the true classes.
     Predictions are put into `bins` intervals of equal width by their highest probability (a lower
     end belongs to its interval, and 1 to the last). The result is the mean over all predictions of
     |mean highest probability − share of right ones| in their interval.
-
-    Args:
-        probabilities: of the C classes, (n, C): `mean` or `moderated` of a Prediction.
-        targets: the true classes, (n,).
-        bins: how many intervals.
     """
     if probabilities.ndim != 2 or targets.shape != probabilities.shape[:1] or not len(targets):
         raise BadValueError(
             "expected_calibration_error: expected probabilities (n, C) and targets (n,), got "
             f"shapes {tuple(probabilities.shape)} and {tuple(targets.shape)}."
         )
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+    if not is_whole(bins) or bins < 1:
         raise BadValueError(f"bins: expected a whole number from 1 on, got {bins!r}.")
     highest, label = probabilities.double().max(1)
     if not bool(((highest >= 0) & (highest <= 1)).all()):

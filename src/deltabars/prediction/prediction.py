@@ -159,10 +159,7 @@ class Prediction:
         return self._map(lambda value: value[index])
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the ends (B, C) of the intervals that targets to come lie in, by output.
-
-        mean ∓ z·total_std, with z the normal quantile of (1 + level)/2; of a regression.
-        """
+        """Return the ends (B, C) of the intervals of a regression's targets: mean ∓ z·total_std."""
         if isinstance(level, bool) or not isinstance(level, Real) or not 0 < float(level) < 1:
             raise BadValueError(f"level: expected a number between 0 and 1, got {level!r}.")
         if self.total_std is None:
@@ -247,8 +244,8 @@ class Evidence:
 class Judgement:
     """What the error bars of a prediction can be read as.
 
-    `"bars"`: standard deviations, as far as can be seen; `"ranking only"`: their order says which
-    inputs are less settled, their size is wrong; `"meaningless"`: not even their order is backed.
+    `"bars"`: standard deviations; `"ranking only"`: their order says which inputs are less settled,
+    their size is wrong; `"meaningless"`: not even their order is backed.
     """
 
     level: str

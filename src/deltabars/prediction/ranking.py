@@ -40,13 +40,11 @@ def ranked(
     """Return the indices (n,) of the inputs to look at first, at most `count` of them.
 
     Args:
-        prediction: B inputs.
         count: how many; with `per_class`, of each predicted class, one class after the other.
         by: `"score"`, `"mutual_information"` or `"entropy"`, the highest first; `"probability"` of
             the predicted class or `"target"`, the probability of the target, the lowest first.
         targets: class numbers (B,), for `"target"` and `wrong`.
         most_certain: the other end of the order.
-        per_class: so many of each predicted class.
         wrong: only inputs whose predicted class is not the target.
 
     Example:

@@ -108,11 +108,7 @@ class Scorer:
             yield from size.each([batch], self._predict_chunk)
 
     def _in_step(self, batches: Iterator[Batch], given: int | None) -> Iterator[Found]:
-        """Predict where processes share the eigenvectors, whose columns all ask for at once.
-
-        Each predicts its own inputs. One that has no more repeats its last chunk for as long as any
-        other has some.
-        """
+        """Predict on processes that share the eigenvectors: one without inputs repeats its last."""
         sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
         group = sharded[0].space.group
         parts = (batch.split(given or self._choose_chunk_size(batch)) for batch in batches)
@@ -134,9 +130,9 @@ class Scorer:
             outputs, sensitivity = sensitivities(*given, **wanted)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
-        predictions = {}
+        predictions, label = {}, self.likelihood.label(self.likelihood.mean(outputs))
+        parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
         for name, covariance in self.covariances.items():
-            parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
             spread, moderated = covariance.spread(*parts), None
             if self.moderation is not None:
                 assert spread.covariance is not None
@@ -144,7 +140,7 @@ class Scorer:
             predictions[name] = Prediction.compute(
                 sensitivity.value,
                 spread.scaled(sensitivity.slope),
-                self.likelihood.label(self.likelihood.mean(outputs)),
+                label,
                 self.likelihood.target_noise,
                 bound=self.bound,
                 with_covariance=self.with_covariance,

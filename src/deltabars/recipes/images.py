@@ -33,10 +33,8 @@ def read_mnist(
 ) -> tuple[Tensor, Tensor]:
     """Read MNIST's scans (n, 1, 28, 28) with pixels in [0, 1], and their classes (n,).
 
-    Args:
-        folder: holds the idx files as they are downloaded, plain or gzipped.
-        part: `"train"` (60,000 scans) or `"test"` (10,000).
-        count: how many, from the first on; all by default.
+    The folder holds the idx files as they are downloaded, plain or gzipped; the part is `"train"`
+    or `"test"`. All, or the first `count`, are read.
     """
     _check_part(part)
     parts = []

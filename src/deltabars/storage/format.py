@@ -144,10 +144,7 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = No
 def write_part(
     folder: Path, number: int, count: int, matrices: Tensors, start: int, stop: int
 ) -> dict[str, Any]:
-    """Write the columns `start` to `stop` of the eigenvectors, (K, p) by matrix, to a file.
-
-    It is the file `number` of `count`. Return its entry in the index.
-    """
+    """Write columns of the eigenvectors, (K, p) by matrix; return the file's entry in the index."""
     name = f"vectors-{number:05d}-of-{count:05d}.safetensors"
     tensors = {f"{matrix}{_VECTORS}": rows for matrix, rows in matrices.items()}
     header = {"start": start, "stop": stop}

@@ -179,10 +179,7 @@ def _labels(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str
 
 
 def _outputs(subject: Subject, p: Prediction, targets: Tensor | None) -> dict[str, Any]:
-    """Return means with their error bars and these ones' bounds, (n, k) each, and which outputs.
-
-    All of up to 16; of more the ten most probable, or the least certain of a regression.
-    """
+    """Return means, error bars and their ends, (n, k), of 16 outputs or the ten leading ones."""
     found = {name: getattr(p, name) for name in ("mean", "std", "std_low", "std_high")}
     which = p.classes
     if which is None and subject.fit.num_outputs > _ALL_CLASSES:

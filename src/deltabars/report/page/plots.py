@@ -64,8 +64,7 @@ def _spectrum(subject: Subject) -> Plot:
 def _uncertainty(subject: Subject, rows: list[int]) -> Plot:
     """Return std against probability (or the predicted number), with smoothed curves.
 
-    Points are those of the predicted class of an input; of several answers, all of them. All wrong
-    ones come first where there are too many, and a sample of the others, the same each time.
+    Points are those of the predicted class, or of all answers: the wrong ones, a sample of others.
     """
     prediction, right = subject.prediction, None
     x, y = prediction.mean.double(), prediction.std.double()
