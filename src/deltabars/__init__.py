@@ -31,23 +31,10 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
-    "CheckpointFolder",
-    "DeltaFit",
-    "EigenPairs",
-    "Prediction",
-    "Problem",
-    "curvature",
-    "distributed",
-    "eigen",
-    "errors",
-    "fit",
-    "last_layer",
-    "likelihoods",
-    "load",
-    "metrics",
-    "ranking",
-    "trained",
-]
+    "CheckpointFolder", "DeltaFit", "EigenPairs", "Prediction", "Problem", "curvature",
+    "distributed", "eigen", "errors", "fit", "last_layer", "likelihoods", "load", "metrics",
+    "ranking", "trained",
+]  # fmt: skip
 
 _DEFINED_IN = {
     "CheckpointFolder": "fitting.checkpoints",

@@ -6,6 +6,7 @@ Every message has three parts: what was expected, what was found, and what to do
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -66,23 +67,10 @@ def on_command_line(names: Iterable[str]) -> Iterator[None]:
 def printable(text: object) -> str:
     """Return a text in one line that a terminal shows as it is.
 
-    What is not printable is escaped: sequences that move the cursor or colour the text, line
-    breaks, marks that turn the direction of reading, bytes of a file's name that are no UTF-8.
-    Names of files, classes and inputs come from other people. JSON reads the escapes as well.
+    What is not printable is escaped, as in JSON: line breaks, sequences that move the cursor, marks
+    that turn the direction of reading. Names of files and classes come from other people.
     """
-    plain = str(text)
-    return plain if plain.isprintable() else "".join(map(_escaped, plain))
-
-
-def _escaped(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = character.encode("utf-16-be", "surrogatepass").hex()
-    units = "".join(f"\\u{code[at : at + 4]}" for at in range(0, len(code), 4))
-    return _SHORT.get(character, units)
-
-
-_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in str(text))
 
 
 class _OneLine:
@@ -208,8 +196,7 @@ def library(name: str, extra: str) -> Any:
 
 def first_line(error: BaseException) -> str:
     """Return what another library says, shortened: some of torch's messages are a page long."""
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return shortened(line)
+    return shortened((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def shortened(text: object) -> str:

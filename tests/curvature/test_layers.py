@@ -89,23 +89,15 @@ def test_every_kind_of_network(kind):
 # Norms, embeddings and terms that examples share.
 
 
-class Terms(nn.Module):
+def terms(net, x):
     """Parameters that all examples share, in every way that they are put to them."""
+    x = torch.cat([net.token.expand(x.shape[0], -1, -1), x], 1)
+    x = net.scale * (x + net.places).tanh() + net.shift
+    return net.head(x.mul(net.scale).mean(1)) * net.temperature
 
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-        self.places = nn.Parameter(torch.randn(1, 4, 4))
-        self.scale = nn.Parameter(torch.randn(4))
-        self.shift = nn.Parameter(torch.randn(4, 1))
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-        self.unused = nn.Parameter(torch.randn(2))
-        self.head = nn.Linear(4, 3)
 
-    def forward(self, x):
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
-        x = self.scale * (x + self.places).tanh() + self.shift
-        return self.head(x.mul(self.scale).mean(1)) * self.temperature
+def parameter(*shape):
+    return lambda: nn.Parameter(torch.randn(shape))
 
 
 def words(net, x):
@@ -142,7 +134,14 @@ SHARED = {
         ),
         LINE,
     ),
-    "terms": (Terms, LINE),
+    "terms": (
+        wired(
+            terms, token=parameter(1, 1, 4), places=parameter(1, 4, 4), scale=parameter(4),
+            shift=parameter(4, 1), temperature=parameter(), unused=parameter(2),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        LINE,
+    ),
     "words": (
         wired(
             words, words=lambda: nn.Embedding(6, 4, padding_idx=0),

@@ -77,14 +77,6 @@ def test_float32_is_as_good_as_float32_can_be(dense_case, name):
     assert error < 1e-5  # a hundred units of rounding of entries of O(1)
 
 
-def test_problem_reports_cost_and_gradient(case):
-    problem = Problem(case.model, case.data, l2=case.l2)
-    losses = case.oracle.losses(case.oracle.point)
-    assert problem.mean_loss == pytest.approx(float(losses.mean()), abs=1e-12)
-    torch.testing.assert_close(problem.gradient, case.oracle.gradient(), rtol=0, atol=1e-12)
-    assert problem.relative_gradient < 0.2  # trained, as far as the kinks of ReLU allow
-
-
 @pytest.mark.parametrize(
     "vectors",
     [torch.zeros(3), torch.zeros(2, 7), torch.zeros(2, 43)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -46,36 +48,24 @@ def preconditioner(values, vectors, kind):
 @pytest.mark.parametrize("known", ["none", "three pairs", "twenty pairs", "wrong"])
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-4, 1e-10])
 def test_intervals_hold_and_are_narrow(kind, known, tolerance):
-    for seed in range(4):  # 4 · 4 · 3 · 4 matrices, six forms each
+    """Wherever it stops they hold; in the end they are as narrow as was asked."""
+    for seed, products in product(range(4), (3, 8, 500)):
         matmat, exact, values, vectors, rows = random_matrix(kind, seed)
-        precondition = preconditioner(values, vectors, known)
-        found = enclose_inverse_forms(matmat, rows, FLOOR, precondition, tolerance, 500)
-        assert bool((found.low <= exact).all() & (exact <= found.high).all())
-        assert bool(found.is_close.all())
+        inverse = preconditioner(values, vectors, known)
+        found = enclose_inverse_forms(matmat, rows, FLOOR, inverse, tolerance, products)
+        assert bool(((found.low <= exact) & (exact <= found.high)).all())
+        assert found.products <= products + 2
         low, high = found.low.sqrt(), found.high.sqrt()
-        assert bool((high - low <= tolerance * (high + low)).all())
-
-
-@pytest.mark.parametrize("kind", list(SPECTRA))
-def test_they_hold_wherever_it_stops(kind):
-    for seed in range(5):
-        matmat, exact, values, vectors, rows = random_matrix(kind, seed)
-        inverse = preconditioner(values, vectors, "three pairs")
-        widths = []
-        for products in (3, 5, 8, 13, 40):
-            found = enclose_inverse_forms(matmat, rows, FLOOR, inverse, 1e-8, products)
-            assert bool((found.low <= exact).all() & (exact <= found.high).all())
-            assert found.products <= products + 2
-            widths.append(float((found.high - found.low).sum()))
-        assert widths[-1] <= widths[0]
+        assert torch.equal(high - low <= tolerance * (high + low), found.is_close)
         assert float(found.high[1]) == 0.0  # of a row of zeros
+    assert bool(found.is_close.all())
 
 
 @pytest.mark.parametrize("kind", list(SPECTRA))
 def test_single_precision_keeps_its_promise(kind):
-    tolerance = 2 * least_tolerance(torch.float32)
     for seed in range(30):
         matmat, exact, values, vectors, rows = random_matrix(kind, seed, torch.float32)
         inverse = preconditioner(values.float(), vectors.float(), "twenty pairs")
+        tolerance = 2 * least_tolerance(torch.float32)
         found = enclose_inverse_forms(matmat, rows, FLOOR, inverse, tolerance, 99)
         assert bool((found.low <= exact).all() & (exact <= found.high).all())

@@ -10,54 +10,44 @@ import torch
 from torch import nn
 
 import deltabars
-from deltabars.eigen import arpack, dense
-from deltabars.eigen.krylov import block_krylov, lanczos
+from deltabars.eigen.krylov import lanczos
 from deltabars.eigen.pairs import audit, warn_of_audit
-from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.errors import ConvergenceWarning
 from deltabars.runtime.vectors import Space
 from tests.conftest import cached_case
+from tests.eigen.test_eigen import SOLVERS
+from tests.silence import Own
 from tests.spectra import SIZE, SPECTRA, matrix_with
 
-SOLVERS = {"lanczos": lanczos, "block_krylov": block_krylov, "dense": dense, "arpack": arpack}
 NOISE = 1e-4
 
 
 class Matrix:
-    """Products with a matrix of known spectrum."""
+    """Products with a matrix of known spectrum, noisy or with a matrix that is not symmetric."""
 
-    device = torch.device("cpu")
-    shape = (SIZE, SIZE)
+    device, shape = torch.device("cpu"), (SIZE, SIZE)
 
-    def __init__(self, dtype=torch.float64, spectrum="decaying"):
-        self.dtype = dtype
-        self.matrix = matrix_with(SPECTRA[spectrum]).to(dtype)
+    def __init__(self, dtype=torch.float64, spectrum="decaying", defect=None):
+        self.dtype, self.defect = dtype, defect
         self.generator = torch.Generator().manual_seed(0)
+        self.matrix = matrix_with(SPECTRA[spectrum]).to(dtype)
+        if defect == "skew":
+            extra = self.noise(SIZE, SIZE)
+            self.matrix = self.matrix + extra - extra.T
 
     def matmat(self, rows):
-        return rows @ self.matrix.T
+        noise = self.noise(*rows.shape) if self.defect == "noise" else 0
+        return rows @ self.matrix.T + noise
 
     def noise(self, *shape):
         return NOISE * torch.randn(*shape, generator=self.generator, dtype=self.dtype)
 
 
-class Noisy(Matrix):
-    def matmat(self, rows):
-        return super().matmat(rows) + self.noise(*rows.shape)
-
-
-class Skew(Matrix):
-    def __init__(self, *options):
-        super().__init__(*options)
-        extra = self.noise(SIZE, SIZE)
-        self.matrix = self.matrix + extra - extra.T
-
-
 def audited(operator, pairs):
     found = audit(operator.matmat, Space(SIZE), pairs)
     with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", ConvergenceWarning)
         warn_of_audit("hessian", found)
-    assert all(each.category is ConvergenceWarning for each in given)
     return found, [str(each.message) for each in given]
 
 
@@ -67,95 +57,53 @@ def audited(operator, pairs):
 @pytest.mark.parametrize("solver", list(SOLVERS))
 def test_good_pairs_are_within_the_limits(solver, spectrum, dtype, rank):
     operator = Matrix(dtype, spectrum)
-    found, given = audited(operator, SOLVERS[solver](operator, rank))
-    assert given == []
-    assert found["orthogonality"] < found["orthogonality_limit"]
-    assert found["residual_rms"] < found["residual_limit"]
+    assert audited(operator, SOLVERS[solver](operator, rank))[1] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("solver", list(SOLVERS))
-@pytest.mark.parametrize("kind", [Noisy, Skew])
-def test_products_that_are_not_those_of_a_symmetric_matrix_are_warned_of(kind, solver, dtype):
+@pytest.mark.parametrize("defect", ["noise", "skew"])
+def test_products_that_are_not_those_of_a_symmetric_matrix_are_warned_of(defect, solver, dtype):
     """In float32 too: the noise is a thousand times its rounding, of a matrix of norm 3."""
-    operator = kind(dtype, "spread")
+    operator = Matrix(dtype, "spread", defect)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # ARPACK measures its own residuals
         pairs = SOLVERS[solver](operator, 10, **({} if solver == "dense" else {"tolerance": 1e-6}))
-    if solver == "arpack":
-        assert float(pairs.residuals.max()) > 10 * 1e-6  # and it warned
-        pairs = replace(pairs, residuals=torch.zeros_like(pairs.residuals))
-    found, (message,) = audited(operator, pairs)
+    pairs = replace(pairs, residuals=torch.zeros_like(pairs.residuals))
+    _, (message,) = audited(operator, pairs)
     assert "not those of one symmetric matrix" in message
-    assert found["residual_rms"] > found["residual_limit"]
 
 
 def test_vectors_that_are_not_orthonormal_are_warned_of():
-    operator = Matrix()
-    pairs = lanczos(operator, 6)
-    bent = pairs.vectors.clone()
-    bent[1] += 1e-6 * bent[0]
-    found, messages = audited(operator, replace(pairs, vectors=bent))
+    pairs = lanczos(Matrix(), 6)
+    pairs.vectors[1] += 1e-6 * pairs.vectors[0]
+    found, messages = audited(Matrix(), pairs)
     assert found["orthogonality"] == pytest.approx(1e-6, rel=1e-3)
     assert "expected orthonormal ones" in messages[0]
 
 
-@pytest.mark.parametrize("solver", [lanczos, block_krylov])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-17), (torch.float32, 1e-8), (torch.float64, 0.0)]
-)
-def test_a_tolerance_below_rounding_is_refused(solver, dtype, tolerance):
-    """The recurrence would go to zero, and claim it."""
-    with pytest.raises(BadValueError, match=r"tolerance: expected .* from .*e-.. on"):
-        solver(Matrix(dtype), 4, tolerance=tolerance)
-
-
-class WrongTanh(torch.autograd.Function):
+class WrongSlope(Own):
     """Its gradient depends on more than it should: no loss has these derivatives."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.tanh()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx, cotangent):
         (x,) = ctx.saved_tensors
-        return cotangent * (1 - x.tanh() ** 2) + 0.1 * x.roll(1, -1)
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return tangent * (1 - x.tanh() ** 2)
+        return cotangent * (x > 0) + 0.1 * x.roll(1, -1)
 
 
-class WrongSlope(nn.Sequential):
+class WrongModel(nn.Sequential):
     def forward(self, x):
-        return self[2](WrongTanh.apply(self[0](x)))
+        return self[2](WrongSlope.apply(self[0](x)))
 
 
-@pytest.mark.parametrize("solver", ["dense", "krylov"])
-def test_a_fit_with_derivatives_of_its_own_that_are_wrong_is_warned_of(solver):
+def test_a_fit_with_derivatives_of_its_own_that_are_wrong_is_warned_of():
     case = cached_case("dense")
+    options = {"l2": case.l2, "estimator": "hessian", "rank": 10, "progress": False}
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        fit = deltabars.fit(
-            WrongSlope(*case.model), case.data, l2=case.l2, estimator="hessian", rank=10,
-            solver=solver, progress=False,
-        )  # fmt: skip
-    texts = [str(each.message) for each in given if each.category is ConvergenceWarning]
-    assert any("Eigenpairs of the hessian: expected" in text for text in texts)
-    assert any("autograd.Function" in text for text in texts)
+        deltabars.fit(WrongModel(*case.model), case.data, solver="krylov", **options)
     (place,) = {each.filename for each in given if "autograd.Function" in str(each.message)}
     assert place == __file__
-    found = fit.diagnostics["hessian"]
-    assert found["residual_rms"] > found["residual_limit"]
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,13 @@ def parted(rows, *ends, dtype=None):
     return PartedVectors(parts, len(rows), dtype or rows.dtype, CPU)
 
 
-@pytest.mark.parametrize("size", [0, 1, 511, 512, 1536, 5000, 200_000])
+@pytest.mark.parametrize("size", [0, 511, 1536, 5000, 200_000])
 @pytest.mark.parametrize("shape", [(), (3, 2)], ids=["rows", "batches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_are_those_of_float64(size, shape, dtype):
-    """Whole stretches, the rest of one, or both; each number counts once."""
-    generator = torch.Generator().manual_seed(size)
-    a = torch.randn(*shape, 3, size, generator=generator, dtype=dtype)
-    for b in (torch.randn(*shape, 4, size, dtype=dtype), torch.randn(4, size, dtype=dtype)):
-        exact = a.double() @ b.double().mT
-        found = inner(a, b)
+    a, one = torch.randn(*shape, 3, size, dtype=dtype), torch.randn(4, size, dtype=dtype)
+    for b in (one, one.expand(*shape, 4, size)):
+        exact, found = a.double() @ b.double().mT, inner(a, b)
         assert found.dtype == torch.float64
         # Float32 units of rounding of the norms' product, √size·√size; a lost number is O(1).
         torch.testing.assert_close(found, exact, rtol=0, atol=1e-7 * size + 1e-6)
@@ -49,11 +46,9 @@ def test_products_are_those_of_float64(size, shape, dtype):
         torch.testing.assert_close(total - 1e6, found, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("rows", [2, 2100])
-def test_rows_with_gaps_between_them(rows):
-    """Columns of wider rows; so many that stretches are taken one at a time, too."""
-    wide = rows_of(rows + 4, 1400, dtype=torch.float32)
-    a, b = wide[:rows, 100:1200], wide[4:, 100:1200]
+def test_columns_of_wider_rows_a_stretch_at_a_time():
+    wide = rows_of(2104, 1400, dtype=torch.float32)
+    a, b = wide[:2100, 100:1200], wide[4:, 100:1200]
     exact = a.double() @ b.double().T
     torch.testing.assert_close(inner(a, b), exact, rtol=0, atol=5e-4)  # of up to 1,200
 
@@ -68,29 +63,21 @@ def test_columns_of_parts_are_those_of_the_whole(stored):
         assert torch.equal(found, rows.double()[:, indices])
     held.columns(slice(0, 10)).zero_()  # not a view of what is stored
     assert torch.equal(held.whole(), rows.double())
-    assert torch.equal(held.first(2).whole(), rows[:2].double())
-    assert (held.first(2).shape, held.stored) == ((2, 40), stored)
-    assert torch.equal(pickle.loads(pickle.dumps(held)).whole(), held.whole())
+    assert torch.equal(pickle.loads(pickle.dumps(held.first(2))).whole(), rows[:2].double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_products_of_parts(dtype):
     a, b = rows_of(3, 1700, 1, dtype), rows_of(4, 1700, 2, dtype)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    pairs = (a, parted(b, 600)), (parted(a, 3, 1000), b), (parted(a, 9), parted(b, 513))
-    for left, right in pairs:
-        found, exact = vectors.products(left, right), a.double() @ b.double().T
+    tolerance, exact = 1e-12 if dtype == torch.float64 else 1e-5, a.double() @ b.double().T
+    rows = rows_of(40, 150_000, 3, dtype)  # of more than one block
+    torch.testing.assert_close(parted(rows, 70_000).whole(), rows)
+    for left, right in (a, parted(b, 600)), (parted(a, 3, 1000), b), (parted(a, 9), parted(b, 513)):
+        found = vectors.products(left, right)
         torch.testing.assert_close(found, exact, rtol=0, atol=tolerance * 1700)
     there, weights = parted(b, 512, 1024), rows_of(2, 4, 3, dtype)
     torch.testing.assert_close(vectors.projected(a, there), a @ b.T, rtol=0, atol=1e-3)
     torch.testing.assert_close(vectors.combined(weights, there), weights @ b)
-
-
-def test_parts_of_more_than_one_block():
-    rows, weights = rows_of(40, 150_000), rows_of(2, 40, 3)  # 48 MB; a block has 32
-    held = parted(rows, 70_000)
-    torch.testing.assert_close(vectors.products(held, held), rows @ rows.T)
-    torch.testing.assert_close(vectors.combined(weights, held), weights @ rows)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -100,9 +87,8 @@ def test_a_fit_whose_vectors_come_by_columns_is_the_same(kind, estimator):
     fit = deltabars.fit(case.model, case.data, l2=0.05, estimator=estimator, rank=8, progress=False)
     away = fit.offloaded()
     assert all(isinstance(each.vectors, PartedVectors) for each in away.spectra.values())
-    options = [{}, {"rank": 3}, {"full_rank": False}, {"space": "logit", "covariance": True},
-               {"bound": "paper"}, {"classes": "top2", "moderation": None},
-               {"moderation": "probit"}, {"batch_size": 2}]  # fmt: skip
+    options = ({}, {"rank": 3, "bound": "paper"}, {"space": "logit", "covariance": True},
+               {"classes": "top2", "moderation": None}, {"batch_size": 2})  # fmt: skip
     for asked in options:
         there, here = away.predict(case.unseen, **asked), fit.predict(case.unseen, **asked)
         assert torch.equal(there.mean, here.mean)
@@ -111,10 +97,6 @@ def test_a_fit_whose_vectors_come_by_columns_is_the_same(kind, estimator):
             pair = getattr(there, name), getattr(here, name)
             torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(away.sample(2, seed=1), fit.sample(2, seed=1))
-    moved = away.with_l2(0.2).predict(case.unseen).std
-    torch.testing.assert_close(moved, fit.with_l2(0.2).predict(case.unseen).std)
     if estimator in ("opg", "ggn"):
         there, here = (each.certify(case.unseen[:3], case.data) for each in (away, fit))
         torch.testing.assert_close(there.std, here.std, rtol=2e-3, atol=0)
-    again = pickle.loads(pickle.dumps(away))
-    assert torch.equal(again.predict(case.unseen).std, away.predict(case.unseen).std)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -60,31 +60,20 @@ class Interval:
         Its sandwich δ is not a bound and can exceed the variance; the square root of what would
         be negative is then taken as zero.
         """
-        value = variance.sqrt()
-        upper, lower = (
-            (variance + delta).clamp(min=0).sqrt(),
-            (variance - delta).clamp(min=0).sqrt(),
-        )
-        error = 0.5 * (upper - lower)
+        value, upper = variance.sqrt(), (variance + delta).clamp(min=0).sqrt()
+        error = 0.5 * (upper - (variance - delta).clamp(min=0).sqrt())
         return cls(value, value - error, value + error, error)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What a covariance says of a batch of predictions, all in float64.
+    """What a covariance says of a batch of predictions, all in float64."""
 
-    Attributes:
-        variance: diag(F Σ Fᵀ), (B, C).
-        low, high: what the exact variance lies between, (B, C).
-        paper_delta: the paper's bound on the error of the variance, (B, C).
-        covariance: F Σ Fᵀ, (B, C, C), where it was asked for.
-    """
-
-    variance: Tensor
-    low: Tensor
+    variance: Tensor  # diag(F Σ Fᵀ), (B, C)
+    low: Tensor  # what the exact variance lies between, (B, C)
     high: Tensor
-    paper_delta: Tensor
-    covariance: Tensor | None
+    paper_delta: Tensor  # the paper's bound on the error of the variance, (B, C)
+    covariance: Tensor | None  # F Σ Fᵀ, (B, C, C), where it was asked for
 
     def __post_init__(self) -> None:
         if self.covariance is not None:  # symmetric to the last bit, which products are not
@@ -96,14 +85,8 @@ class Spread:
         squares, whole = factors.square(), self.covariance
         if whole is not None:
             whole = factors.unsqueeze(-1) * whole * factors.unsqueeze(-2)
-        return replace(
-            self,
-            variance=squares * self.variance,
-            low=squares * self.low,
-            high=squares * self.high,
-            paper_delta=squares * self.paper_delta,
-            covariance=whole,
-        )
+        low, high, delta = squares * self.low, squares * self.high, squares * self.paper_delta
+        return Spread(squares * self.variance, low, high, delta, whole)
 
     def std(self, bound: str) -> Interval:
         """Return the standard deviation of each class, with the named bound."""
@@ -142,17 +125,11 @@ class Covariance(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Ball:
-    """The points a (K,) with ‖a − middle‖ ≤ radius, for each of a batch.
+    """The points a (K,) with ‖a − middle‖ ≤ radius, for each of a batch."""
 
-    Attributes:
-        middle: ã, (B, C, K), float64.
-        radius: r, (B, C).
-        squares: ‖f‖² of what a are projections of, (B, C).
-    """
-
-    middle: Tensor
-    radius: Tensor
-    squares: Tensor
+    middle: Tensor  # ã, (B, C, K), float64
+    radius: Tensor  # r, (B, C)
+    squares: Tensor  # ‖f‖² of what a are projections of, (B, C)
 
     @classmethod
     def of(cls, projections: Tensor, squares: Tensor, tail: Tail) -> Ball:
@@ -191,28 +168,18 @@ class Ball:
 class Defects:
     """How far computed eigenpairs (θₖ, q̂ₖ) can be from exact ones, and F from its exact rows.
 
-    Attributes:
-        slack: how much too low the eigenvalues, those in use too, can be. The incremental SVD drops
-            a positive semidefinite part of no more than this norm: A lies between the matrix of the
-            pairs and that plus slack·I, and so do the inverses, the other way round.
-        rounding: ‖Q̃ − Q‖₂ of the vectors Q̃ that projections are taken on, from orthonormal Q, and
-            the rounding of the projections: Qᵀf is known to rounding·‖f‖.
-        skew: ‖Q̂Q̂ᵀ − I‖₂ of the vectors as they were computed.
-        residuals: ‖Aqₖ − θₖqₖ‖ as the solver knows them, (K,).
-        products: e, that rounding in products with A may add to each of these.
-        rows: η; where A is a sum of outer products of rows, how far these are off, relative to √λ₁.
-        result: a relative error of every standard deviation.
-        shift: how far each row f is off, relative to ‖f‖.
+    The incremental SVD drops a positive semidefinite part of norm up to `slack`: A lies between the
+    matrix of the pairs and that plus slack·I, and so do the inverses, the other way round.
     """
 
-    slack: float = 0.0
-    rounding: float = 0.0
-    skew: float = 0.0
-    residuals: Tensor | None = None
-    products: float = 0.0
-    rows: float = 0.0
-    result: float = 0.0
-    shift: float = 0.0
+    slack: float = 0.0  # how much too low the eigenvalues, those in use too, can be
+    rounding: float = 0.0  # of stored vectors and of projections: Qᵀf is known to rounding·‖f‖
+    skew: float = 0.0  # ‖Q̂Q̂ᵀ − I‖₂ of the vectors as they were computed
+    residuals: Tensor | None = None  # ‖Aqₖ − θₖqₖ‖ as the solver knows them, (K,)
+    products: float = 0.0  # e, that rounding in products with A may add to each of these
+    rows: float = 0.0  # η: how far rows that A is made of are off, relative to √λ₁
+    result: float = 0.0  # a relative error of every standard deviation
+    shift: float = 0.0  # how far each row f is off, relative to ‖f‖
 
 
 EXACT = Defects()
@@ -227,23 +194,17 @@ class Tail:
     and still positive, `floor` tells it, for bounds on what the exact matrix gives.
 
     Attributes:
-        rank: how many computed pairs are used (K).
-        l2: λ.
-        last: λ_K.
-        is_empty: whether K = P, so that nothing is left out.
-        floor: the least that the eigenvalues of the tail are taken to be.
-        defects: of the pairs.
         coupling: ν, at least ‖BΘ^{-½}‖₂/√floor with B = Q⊥ᵀAQ, which is zero for exact pairs.
         bend: at least ‖Θ^{-½}(QᵀAQ − Θ − E)Θ^{-½}‖₂ for an E of no more than the rounding of
             products, likewise.
         drift: how far above the last one an eigenvalue of the tail can be, likewise.
     """
 
-    rank: int
-    l2: float
-    last: float
-    is_empty: bool
-    floor: float
+    rank: int  # K: how many computed pairs are used
+    l2: float  # λ
+    last: float  # λ_K
+    is_empty: bool  # whether K = P, so that nothing is left out
+    floor: float  # the least that the eigenvalues of the tail are taken to be
     defects: Defects = EXACT
     coupling: float = 0.0
     bend: float = 0.0
@@ -261,11 +222,8 @@ class Tail:
     ) -> Tail:
         """Describe the tail behind the first `rank` of the descending `values`.
 
-        Values that are not positive have no place in a covariance; they are left to the tail.
-
-        Args:
-            least: the least eigenvalue of the matrix, where it is known. It lowers the floor if
-                it is between 0 and λ; one that is not positive is replaced, like all below λ.
+        Values that are not positive have no place in a covariance; they are left to the tail. The
+        least eigenvalue of the matrix, where it is known, lowers the floor if it is from 0 to λ.
         """
         rank = min(rank, int((values > 0).sum()))
         if rank == 0:
@@ -320,10 +278,7 @@ class Tail:
         return max(1.0 / self.floor - middle, middle - 1.0 / self.ceiling)
 
     def left_over(self, squares: Tensor, inside: Tensor) -> Tensor:
-        """‖f⊥‖² from ‖f‖² and ‖Qᵀf‖²; zero where the tail is empty.
-
-        It is a squared norm: what is below zero is the rounding of the subtraction.
-        """
+        """‖f⊥‖² from ‖f‖² and ‖Qᵀf‖²; zero where the tail is empty."""
         if self.is_empty:
             return torch.zeros_like(squares)
-        return (squares - inside).clamp(min=0.0)
+        return (squares - inside).clamp(min=0.0)  # below zero it is rounding

@@ -64,51 +64,29 @@ def build_covariance(
         defects: how far pairs can be from exact ones, by matrix; they are exact by default.
     """
     least = {"hessian": least_hessian} if estimator == "sandwich" else {}
-    tails = {
-        name: Tail.after(
-            values[name],
-            rank,
-            l2,
-            num_parameters,
-            least.get(name),
-            (defects or {}).get(name, EXACT),
-        )
-        for name in ESTIMATORS[estimator]
-    }
+    defects, tails = defects or {}, {}
+    for name in ESTIMATORS[estimator]:
+        own = (least.get(name), defects.get(name, EXACT))
+        tails[name] = Tail.after(values[name], rank, l2, num_parameters, *own)
     used = {name: values[name][: tail.rank].double() for name, tail in tails.items()}
     if estimator != "sandwich":
-        return InverseCovariance(
-            estimator, used[estimator], tails[estimator], num_examples, full_rank
-        )
+        own_values, tail = used[estimator], tails[estimator]
+        return InverseCovariance(estimator, own_values, tail, num_examples, full_rank)
     assert overlap is not None
-    return SandwichCovariance(
-        used["hessian"],
-        used["opg"],
-        tails["hessian"],
-        tails["opg"],
-        overlap[: tails["hessian"].rank, : tails["opg"].rank],
-        num_examples,
-        full_rank,
-    )
+    (values_h, values_g), (h, g) = used.values(), tails.values()
+    overlap = overlap[: h.rank, : g.rank]
+    return SandwichCovariance(values_h, values_g, h, g, overlap, num_examples, full_rank)
 
 
 @dataclass(frozen=True, eq=False)
 class InverseCovariance(Covariance):
-    """Σ = A⁻¹/N for A one of H, G, GGN, with the tail of A closed by λ̃ (the paper's eq. for σ̃²).
+    """Σ = A⁻¹/N for A one of H, G, GGN, with the tail of A closed by λ̃ (the paper's eq. for σ̃²)."""
 
-    Attributes:
-        name: whose eigenvectors the projections are on.
-        values: the eigenvalues in use, (K,), float64.
-        tail: the eigenvalues that are not.
-        num_examples: N (N/σ² at noise σ).
-        full_rank: whether the tail counts (c = 1/λ̃) or not (c = 0).
-    """
-
-    name: str
-    values: Tensor
-    tail: Tail
-    num_examples: float
-    full_rank: bool = True
+    name: str  # whose eigenvectors the projections are on
+    values: Tensor  # the eigenvalues in use, (K,), float64
+    tail: Tail  # those that are not
+    num_examples: float  # N (N/σ² at noise σ)
+    full_rank: bool = True  # whether the tail counts (c = 1/λ̃) or not (c = 0)
 
     def spread(
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None

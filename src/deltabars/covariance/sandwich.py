@@ -15,23 +15,15 @@ from deltabars.runtime.vectors import Basis, first
 
 @dataclass(frozen=True, eq=False)
 class SandwichCovariance(Covariance):
-    """Σ = H⁻¹ G H⁻¹/N, with the tails of H and of G closed by their λ̃.
+    """Σ = H⁻¹ G H⁻¹/N, with the tails of H and of G closed by their λ̃."""
 
-    Attributes:
-        hessian_values, opg_values: the eigenvalues in use, (K_H,) and (K_G,), float64.
-        hessian_tail, opg_tail: the eigenvalues that are not.
-        overlap: M = Q_Hᵀ Q_G, (K_H, K_G), float64; of the vectors before any rounding.
-        num_examples: N (N/σ² at noise σ).
-        full_rank: whether the tails count or not.
-    """
-
-    hessian_values: Tensor
+    hessian_values: Tensor  # the eigenvalues in use, (K_H,) and (K_G,), float64
     opg_values: Tensor
-    hessian_tail: Tail
+    hessian_tail: Tail  # those that are not
     opg_tail: Tail
-    overlap: Tensor
-    num_examples: float
-    full_rank: bool = True
+    overlap: Tensor  # M = Q_Hᵀ Q_G, (K_H, K_G), float64; of the vectors before any rounding
+    num_examples: float  # N (N/σ² at noise σ)
+    full_rank: bool = True  # whether the tails count or not
 
     @cached_property
     def largest_outside(self) -> float:
@@ -79,8 +71,7 @@ class SandwichCovariance(Covariance):
         outside_g = (b - a @ self.overlap) * (not self.hessian_tail.is_empty)  # Q_Gᵀ f⊥
         parts = _Parts(head, head_g, outside, outside_g)
 
-        full_c = 1.0 / self.hessian_tail.harmonic_mean
-        c_h, c_g = (full_c, self.opg_tail.harmonic_mean) if self.full_rank else (0.0, 0.0)
+        full_c, (c_h, c_g) = 1.0 / self.hessian_tail.harmonic_mean, self._closing
         covariance = None
         if gram is not None:
             rest = 0.0 if self.hessian_tail.is_empty else gram - a @ a.mT
@@ -102,12 +93,16 @@ class SandwichCovariance(Covariance):
     def root(self, vectors: Mapping[str, Basis], rows: Tensor) -> Tensor:
         q_h = first(vectors["hessian"], self.hessian_tail.rank)
         q_g = first(vectors["opg"], self.opg_tail.rank)
-        c_h, c_g = 0.0, 0.0
-        if self.full_rank:
-            c_h, c_g = 1.0 / self.hessian_tail.harmonic_mean, self.opg_tail.harmonic_mean
+        c_h, c_g = self._closing
         middle = LowRankPlusIdentity(q_g, self.opg_values.sqrt(), c_g**0.5)
         outer = LowRankPlusIdentity(q_h, self.hessian_values.reciprocal(), c_h)
         return outer.apply(middle.apply(rows)) / self.num_examples**0.5
+
+    @property
+    def _closing(self) -> tuple[float, float]:
+        """What stands in for the tails: c_H = 1/λ̃_H and c_G = λ̃_G."""
+        whole = 1.0 / self.hessian_tail.harmonic_mean, self.opg_tail.harmonic_mean
+        return whole if self.full_rank else (0.0, 0.0)
 
     def _interval(self, parts: _Parts, ball: Ball, c_h: float) -> tuple[Tensor, Tensor]:
         """Return what N·variance lies between, (B, C).
@@ -196,7 +191,8 @@ class SandwichCovariance(Covariance):
     def _g_square(self, parts: _Parts, c_h: float, c_g: float) -> Tensor:
         """uᵀGu for u = Q_H Λ_H⁻¹a + c_H f⊥, with the tail of G set to c_G, (B, C)."""
         in_g = parts.head_g + c_h * parts.outside_g  # Q_Gᵀu
-        left = self.opg_tail.left_over(parts.u_square(c_h), in_g.square().sum(-1))
+        whole = parts.head.square().sum(-1) + c_h**2 * parts.outside  # ‖u‖²
+        left = self.opg_tail.left_over(whole, in_g.square().sum(-1))
         return (in_g.square() * self.opg_values).sum(-1) + c_g * left
 
     def _paper_delta(self, parts: _Parts) -> Tensor:
@@ -225,7 +221,3 @@ class _Parts:
     head_g: Tensor  # Q_Gᵀ Q_H head, (B, C, K_G)
     outside: Tensor  # ‖f⊥‖², (B, C)
     outside_g: Tensor  # Q_Gᵀ f⊥, (B, C, K_G)
-
-    def u_square(self, c_h: float) -> Tensor:
-        """‖u‖² for u = Q_H head + c_H f⊥, (B, C)."""
-        return self.head.square().sum(-1) + c_h**2 * self.outside

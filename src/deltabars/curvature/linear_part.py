@@ -114,7 +114,7 @@ def forward_derivatives() -> Iterator[None]:
     Torch keeps the tracer and the level of forward derivatives in variables of the process. The
     first thread into `torch.func.jvp` opens that level and closes it on its way out, whoever else
     is inside by then. So we open it before and close it after, when no thread of the user's is
-    inside.
+    inside. Python changes threads after calls, not between assignments: no thread sees half of it.
     """
     with _TURNS.at(_TURNS):
         is_open = _waited_for(_open_level)
@@ -124,17 +124,18 @@ def forward_derivatives() -> Iterator[None]:
             if is_open:
                 _waited_for(lambda: _NESTING.JVP_NESTING == 1)
                 _NESTING.JVP_NESTING -= 1
-                _LEVEL.exit_dual_level()
+                _LEVEL._current_level = -1
+                torch._C._exit_dual_level(level=0)
 
 
 def _open_level() -> bool:
     if _NESTING.JVP_NESTING or _LEVEL._current_level >= 0:
         return False
-    _NESTING.JVP_NESTING += 1  # no call since the comparison, so that no thread is in between
+    _NESTING.JVP_NESTING, _LEVEL._current_level = 1, 0
     try:
-        _LEVEL.enter_dual_level()
-    except RuntimeError:
-        _NESTING.JVP_NESTING -= 1
+        torch._C._enter_dual_level()
+    except RuntimeError:  # a thread of the user's has just opened it
+        _NESTING.JVP_NESTING, _LEVEL._current_level = 0, -1
         return False
     return True
 

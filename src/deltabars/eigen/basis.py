@@ -36,9 +36,8 @@ class Basis:
         dtype: torch.dtype,
         locked: Tensor | None = None,
     ) -> None:
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._first_panel = device, dtype, first_panel
         self.space = space
-        self._first_panel = first_panel
         self._panels: list[Tensor] = []
         self._locked = [] if locked is None else [locked]
         self.rows = 0
@@ -66,10 +65,7 @@ class Basis:
     def remove_from(self, vectors: Tensor) -> Tensor:
         """Subtract from each row of `vectors` (b, p) its projection on the basis, once, in place.
 
-        Returns:
-            The products with the locked rows and with those of the basis, (b, L + rows), float64.
-
-        Cost: one collective.
+        Return the products with the locked and the other rows, (b, L + rows), float64.
         """
         panels = [*self._locked, *self.panels]
         if not panels:
@@ -120,8 +116,7 @@ class Basis:
 
     def take(self) -> Tensor:
         """Return the rows as one tensor; without a copy where they fill the first panel."""
-        panels = self.panels
-        return panels[0] if len(panels) == 1 else torch.cat(panels)
+        return self.panels[0] if len(self.panels) == 1 else torch.cat(self.panels)
 
 
 def orthonormalise(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:
@@ -161,14 +156,11 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """Return `count` orthonormal rows V that continue the basis along `vectors` (b, P).
 
+    Their coupling R (b, count), float64 on the CPU, comes with them: vectors = R·V + (the basis).
     The basis has been removed from the vectors once. V overwrites them where it can.
 
     Directions with a strength of less than `noise` are rounding errors: an invariant subspace was
     found, and they are replaced by random ones, with zeros in the coupling.
-
-    Returns:
-        V (count, P), and the coupling R (b, count) in float64 on the CPU: vectors = R·V + (the
-        basis).
     """
     # "Twice is enough", the second time on unit vectors, so that weak directions count as much.
     coupling, strengths = orthonormalise(vectors, basis.space)
@@ -188,8 +180,8 @@ def extend(
 def _principal(gram: Tensor, space: Space) -> tuple[Tensor, Tensor]:
     """Eigenvectors (columns) of a Gram matrix and the roots of its eigenvalues, descending."""
     values, columns = torch.linalg.eigh(gram)
-    found = space.broadcast_(torch.cat([columns, values[None]])) if len(gram) > 1 else None
-    if found is not None:
+    if len(gram) > 1:
+        found = space.broadcast_(torch.cat([columns, values[None]]))
         columns, values = found[:-1], found[-1]
     return columns.flip(1), values.flip(0).clamp(min=0).sqrt()
 
@@ -228,17 +220,11 @@ def default_block_size(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Ritz:
-    """The eigenpairs of T: Ritz values (ascending), coordinates, residuals.
+    """The eigenpairs of T."""
 
-    Attributes:
-        values: (m,).
-        coordinates: of the Ritz vectors on the basis, (m, m), a column a pair.
-        residuals: norms over the scale of `residual_scale`, (m,).
-    """
-
-    values: Tensor
-    coordinates: Tensor
-    residuals: Tensor
+    values: Tensor  # Ritz values, ascending, (m,)
+    coordinates: Tensor  # of the Ritz vectors on the basis, (m, m), a column a pair
+    residuals: Tensor  # norms over the scale of `residual_scale`, (m,)
 
     def distance(self, rank: int, smallest: int, tolerance: float) -> float:
         """Return how far the wanted pairs are from convergence: Σ log(residual/tolerance), or 0."""
@@ -257,9 +243,6 @@ class Projected:
 
     A V_j = (terms in V_1 … V_j) + R V_{j+1}: T is block tridiagonal, but for the first rows after
     a restart, which are Ritz vectors and are all coupled to the block that follows them.
-
-    Attributes:
-        size: the number of rows of T.
     """
 
     def __init__(self, device: torch.device, space: Space) -> None:
@@ -267,7 +250,7 @@ class Projected:
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._space = torch.zeros(0, 0, dtype=torch.float64)  # T is its upper left part
         self._coupling = torch.zeros(0, 0, dtype=torch.float64)
-        self.size = 0
+        self.size = 0  # the number of rows of T
 
     @property
     def _matrix(self) -> Tensor:

@@ -32,19 +32,16 @@ def dense(operator: Any, rank: int, *, on_step: OnStep | None = None) -> EigenPa
     size = matrix.shape[0]
     check_rank(rank, size)
 
-    def step(done: int) -> None:
-        if on_step is not None:
-            on_step(done, 0)
-
+    step = on_step or (lambda products, converged: None)
     is_gram = hasattr(operator, "gram")
     if is_gram:
-        full = operator.gram(lambda share: step(max(1, int(share * size))))
+        full = operator.gram(lambda share: step(max(1, int(share * size)), 0))
         check_finite(full.to(matrix.dtype))
     else:
         blocks = []
         for rows in torch.eye(size, device=matrix.device, dtype=matrix.dtype).split(_ROWS_AT_ONCE):
             blocks.append(matrix.matmat(rows))
-            step(matrix.products)
+            step(matrix.products, 0)
         full = torch.cat(blocks).double()
     full = (full + full.T) / 2
     ascending, columns = torch.linalg.eigh(full)

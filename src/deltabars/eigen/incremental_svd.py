@@ -76,7 +76,26 @@ def incremental_svd(
             "incremental_svd: expected an operator, a matrix or blocks of rows, got "
             f"{type(source).__name__}."
         )
-    state = _factorise(blocks, rank, space, centred and matrix is None, on_step, is_over)
+    state: _State | None = None
+    is_stopped, is_centred = False, centred and matrix is None
+    for raw in blocks:
+        block = torch.as_tensor(raw).detach()
+        if block.ndim != 2:
+            raise BadValueError(f"Rows: expected blocks (n, P), got shape {tuple(block.shape)}.")
+        if state is None:
+            space = space if space.group.size > 1 else Space(block.shape[1])
+            check_rank(rank, space.size)
+            zeros = block.new_zeros(block.shape[1])
+            state = _State(block.new_zeros(0), block[:0], zeros, 0, 0.0, space)
+        if is_stopped:
+            state = state.skip(block)
+            continue
+        state = state.add(block, rank, is_centred)
+        if on_step is not None:
+            on_step(state.count, 0)
+        is_stopped = is_over is not None and is_over()
+    if state is None:
+        raise BadValueError("Rows: expected at least one block, got none.")
     vectors = state.vectors
     if matrix is None:
         scale = 1.0 / (state.count + state.left) if scale is None else scale
@@ -95,7 +114,7 @@ def incremental_svd(
         "converged": int((bound <= tolerance).sum()),
         "tolerance": tolerance,
         "rows": state.count,
-        "centred": centred and matrix is None,
+        "centred": is_centred,
         DISCARDED: lost,
     }
     if state.left:
@@ -139,39 +158,6 @@ class _State:
         gap = (block - self.mean).double()
         cut = float(self.space.group.all_reduce_(gap.square().sum(1)).sum())
         return replace(self, discarded=self.discarded + cut, left=self.left + len(block))
-
-
-def _factorise(
-    blocks: Iterable[Any],
-    rank: int,
-    space: Space,
-    centred: bool,
-    on_step: OnStep | None,
-    is_over: IsOver | None,
-) -> _State:
-    """Go through all blocks of rows once."""
-    state: _State | None = None
-    is_stopped = False
-    for raw in blocks:
-        block = torch.as_tensor(raw).detach()
-        if block.ndim != 2:
-            raise BadValueError(f"Rows: expected blocks (n, P), got shape {tuple(block.shape)}.")
-        if space.group.size == 1:
-            space = Space(block.shape[1])
-        check_rank(rank, space.size)
-        if state is None:
-            zeros = block.new_zeros(block.shape[1])
-            state = _State(block.new_zeros(0), block[:0], zeros, 0, 0.0, space)
-        if is_stopped:
-            state = state.skip(block)
-            continue
-        state = state.add(block, rank, centred)
-        if on_step is not None:
-            on_step(state.count, 0)
-        is_stopped = is_over is not None and is_over()
-    if state is None:
-        raise BadValueError("Rows: expected at least one block, got none.")
-    return state
 
 
 def singular(rows: Tensor, space: Space) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ from deltabars.eigen.pairs import (
     residual_scale,
     warn_unconverged,
 )
-from deltabars.errors import BadValueError, DeltaBarsError, MissingDependencyError, option
+from deltabars.errors import BadValueError, DeltaBarsError, library, option
 
 _MARGIN = 0.8  # of the tolerance: rounding in the products does not show in the recurrence
 _CHECKS = 24  # the Ritz pairs are computed each time that the basis has grown by a 24th
@@ -302,21 +302,14 @@ def _found_pairs(basis: Basis, ritz: Ritz, rank: int, least: float, tolerance: f
 
     Their vectors take the place of the basis.
     """
-    values = ritz.values.flip(0)[:rank]
     basis.keep(ritz.coordinates.flip(1)[:, :rank])
-    rest = len(ritz.values) - len(values)
-    lower, lower_residuals = ritz.values[:rest], ritz.residuals[:rest]
-    known = int((lower_residuals <= tolerance).long().cumprod(0).sum())
-    vectors = basis.take()
-    device = vectors.device
-    return EigenPairs(
-        values.to(device),
-        vectors,
-        ritz.residuals.flip(0)[:rank].to(device),
-        lower[:known].to(device),
-        lower_residuals[:known].to(device),
-        {LEAST_RITZ: least},
-    )
+    rest = max(0, len(ritz.values) - rank)
+    known = int((ritz.residuals[:rest] <= tolerance).long().cumprod(0).sum())
+    values, residuals = ritz.values.flip(0)[:rank], ritz.residuals.flip(0)[:rank]
+    lower, lower_residuals = ritz.values[:known], ritz.residuals[:known]
+    vectors, statistics = basis.take(), {LEAST_RITZ: least}
+    found = EigenPairs(values, vectors, residuals, lower, lower_residuals, statistics)
+    return found.to(vectors.device)
 
 
 def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
@@ -341,28 +334,22 @@ def with_missed_copies(run: Run, pairs: EigenPairs) -> EigenPairs:
 
 def _insert(pairs: EigenPairs, missed: EigenPairs) -> EigenPairs:
     """Insert one more pair in order and drop the last. The vectors move in place."""
-    rank = len(pairs)
-    position = int((pairs.values >= missed.values).sum())
-    for row in range(rank - 1, position, -1):
+    rank, at = len(pairs), int((pairs.values >= missed.values).sum())
+    for row in range(rank - 1, at, -1):
         pairs.vectors[row] = pairs.vectors[row - 1]
-    if position < rank:
-        pairs.vectors[position] = missed.vectors[0]
-    values, residuals = (
-        torch.cat([own[:position], new, own[position:]])[:rank]
-        for own, new in ((pairs.values, missed.values), (pairs.residuals, missed.residuals))
-    )
+    pairs.vectors[at : at + 1] = missed.vectors
+    values = torch.cat([pairs.values[:at], missed.values, pairs.values[at:]])[:rank]
+    residuals = torch.cat([pairs.residuals[:at], missed.residuals, pairs.residuals[at:]])[:rank]
     return replace(pairs, values=values, residuals=residuals)
 
 
 def _shows_more_than(pairs: EigenPairs, run: Run) -> bool:
     """Return whether a few steps outside the pairs show a larger eigenvalue than their last."""
-    room = run.max_products - run.matrix.products
-    if room < 2:
+    done, rest = run.matrix.products, run.matrix.shape[0] - len(pairs)
+    if run.max_products - done < 2:
         return False
-    rest = run.matrix.shape[0] - len(pairs)
     steps = rest if rest <= _SMALL_REST else _GUARD_PRODUCTS
-    limit = run.matrix.products + min(steps, room)
-    probe = replace(run, max_products=limit, on_step=None)
+    probe = replace(run, max_products=min(done + steps, run.max_products), on_step=None)
     top = probe.largest(1, 1, locked=pairs.vectors).values[0]
     slack = 10 * run.tolerance * float(residual_scale(pairs.values)[-1])
     return float(top) > float(pairs.values[-1]) + slack
@@ -383,12 +370,7 @@ def arpack(
     `rank` further products. Copies of repeated eigenvalues are searched as by `lanczos`. Arguments
     as for `lanczos`; the rank must be below P.
     """
-    try:
-        from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
-    except ImportError as error:
-        raise MissingDependencyError(
-            "solver 'arpack' needs SciPy: pip install 'deltabars[scipy]'."
-        ) from error
+    scipy = library("scipy.sparse.linalg", "scipy")
     matrix = Products(operator)
     size = matrix.shape[0]
     check_rank(rank, size)
@@ -403,15 +385,15 @@ def arpack(
         image = matrix.matmat(row)
         if on_step is not None:
             on_step(matrix.products, 0)
-        return image.reshape(-1).cpu().numpy()
+        return image[0].cpu().numpy()
 
     generator = torch.Generator().manual_seed(seed)
     start = matrix.space.random_rows(1, generator, torch.device("cpu"), matrix.dtype).numpy()[0]
     steps = min(size, max(2 * rank + 1, 20))
     restarts = None if max_products is None else max(1, max_products // (steps - rank))
     try:
-        values, columns = eigsh(
-            LinearOperator(matrix.shape, matvec=matvec, dtype=start.dtype),
+        values, columns = scipy.eigsh(
+            scipy.LinearOperator(matrix.shape, matvec=matvec, dtype=start.dtype),
             k=rank,
             which="LA",
             v0=start,
@@ -419,12 +401,12 @@ def arpack(
             ncv=steps,
             maxiter=restarts,
         )
-    except ArpackNoConvergence as error:
+    except scipy.ArpackNoConvergence as error:
         raise DeltaBarsError(
             f"ARPACK: expected {rank} converged eigenpairs, got {len(error.eigenvalues)}. Allow "
             f"more products, or use {option('solver', 'krylov')}."
         ) from error
-    except ArpackError as error:
+    except scipy.ArpackError as error:
         raise DeltaBarsError(f"ARPACK failed: {error}. Use solver='krylov'.") from error
     largest = torch.from_numpy(values).to(matrix.device, torch.float64).flip(0)
     vectors = torch.from_numpy(columns).to(matrix.device, matrix.dtype).T.flip(0).contiguous()

@@ -30,7 +30,6 @@ ROUNDING = "storage_rounding"
 PRODUCT_ROUNDING = "product_rounding"
 SKEW = "orthogonality_norm"
 
-_SHARE_OF_L2 = 1e-3
 _LOST = 0.05  # of an eigenvalue that is λ: more than this to rounding is warned of
 # Units in the last place, of what is not known of a file's pairs: ‖A‖, and QQᵀ.
 _USUAL_PRODUCT, _USUAL_SKEW = 16, 8
@@ -73,11 +72,12 @@ class Products:
             fixed = torch.as_tensor(matrix).detach().to(self.device, self.dtype)
             return lambda rows: rows @ fixed.T
         if hasattr(matrix, "rmatvec") or hasattr(matrix, "tocsr"):  # SciPy: NumPy columns
-            return lambda rows: (
-                torch.as_tensor(matrix @ rows.T.cpu().numpy())
-                .T.to(self.device, self.dtype)
-                .contiguous()
-            )
+
+            def of_columns(rows: Tensor) -> Tensor:
+                found = torch.as_tensor(matrix @ rows.T.cpu().numpy()).T
+                return found.to(self.device, self.dtype).contiguous()
+
+            return of_columns
         if hasattr(matrix, "matmat"):
             return lambda rows: matrix.matmat(rows)
         if hasattr(matrix, "__matmul__"):
@@ -135,8 +135,8 @@ class EigenPairs:
     @property
     def least(self) -> float:
         """The smallest eigenvalue seen: the last one, one of `smallest`, or a Ritz value."""
-        seen = [float(self.values[-1]), *self.smallest[:1].tolist()]
-        return min([*seen, float(self.statistics.get(LEAST_RITZ, math.inf))])
+        ritz = float(self.statistics.get(LEAST_RITZ, math.inf))
+        return min(ritz, float(self.values[-1]), *self.smallest[:1].tolist())
 
     @property
     def slack(self) -> float:
@@ -216,10 +216,7 @@ class EigenPairs:
 def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
     """Return the eigenpairs of a matrix (P, P) that is A at some indices and `elsewhere`·I beyond.
 
-    Args:
-        pairs: of A, as many as are wanted.
-        spaces: of the larger matrix, and of A.
-        elsewhere: its other eigenvalue, whose eigenvectors are unit vectors.
+    As many as there are `pairs` of A; eigenvectors of the other eigenvalue are unit vectors.
     """
     space, indices, here = spaces.whole, spaces.indices, spaces.own_indices
     if indices is None:
@@ -256,10 +253,7 @@ def embed(pairs: EigenPairs, spaces: Spaces, elsewhere: float) -> EigenPairs:
 def residual_scale(values: Tensor, largest: Tensor | None = None) -> Tensor:
     """Return the scale of residual norms: max(|λ|, 1), or max(|λ|, |λ₁|) where that is below 1.
 
-    Against a plain max(λ, 1) this keeps a tolerance meaningful for matrices of small norm.
-
-    Args:
-        largest: λ₁, (1,); the first of the values by default.
+    So a tolerance means something for small matrices. λ₁ (1,) is the first value by default.
     """
     top = (values[:1] if largest is None else largest).abs().clamp(max=1.0)
     return torch.maximum(values.abs(), top).clamp(min=torch.finfo(values.dtype).tiny)
@@ -285,12 +279,9 @@ def default_tolerance(dtype: torch.dtype) -> float:
 
 
 def residual_tolerance(dtype: torch.dtype, l2: float) -> float:
-    """Return the residual to reach where eigenvalues count beside λ = `l2`: a thousandth of λ.
-
-    At least what the type of the products can resolve, at most the default.
-    """
-    least = 2 * torch.finfo(dtype).eps
-    return max(least, min(default_tolerance(dtype), _SHARE_OF_L2 * l2))
+    """Return the residual to reach where eigenvalues count beside λ: 0.001·λ, within limits."""
+    most, least = default_tolerance(dtype), 2 * torch.finfo(dtype).eps
+    return max(least, min(most, 1e-3 * l2))
 
 
 def check_tolerance(tolerance: float, dtype: torch.dtype) -> None:
@@ -319,10 +310,7 @@ def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool =
     """Warn where eigenvalues of the named matrix cannot serve a covariance, or void its bound.
 
     Products are right to eps·‖A‖, an eigenvalue λ to eps·‖A‖/λ of itself, and error bars in its
-    direction to about as much.
-
-    Args:
-        was_moved: whether the pairs were solved at another λ than `l2`.
+    direction to about as much. Pairs that were moved were solved at another λ than `l2`.
     """
     values, dtype = pairs.values, pairs.vectors.dtype
     if was_moved:
@@ -347,20 +335,20 @@ def warn_about_values(name: str, pairs: EigenPairs, l2: float, was_moved: bool =
             f"{advice}, or a larger l2.",
             SpectrumWarning,
         )
-    negative = int((values <= 0).sum())
+    count, negative = len(values), int((values <= 0).sum())
     below = int((values < l2 * (1 - 1e-6)).sum())
     if negative:
         warn(
-            f"Expected positive eigenvalues of the {name}, got {negative} of {len(values)} at or "
-            f"below zero (down to {float(values[-1]):.3g}). They are left to the tail; "
-            f"{option('rank', max(1, len(values) - negative))} uses all that are positive.",
+            f"Expected positive eigenvalues of the {name}, got {negative} of {count} at or below "
+            f"zero (down to {float(values[-1]):.3g}). They are left to the tail; "
+            f"{option('rank', max(1, count - negative))} uses all that are positive.",
             SpectrumWarning,
         )
-    elif below and len(values) < pairs.vectors.shape[1]:
+    elif below and count < pairs.vectors.shape[1]:
         warn(
-            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {len(values)} "
-            f"below it (down to {float(values[-1]):.3g}): the error bound does not hold for "
-            f"what lies below. {option('rank', max(1, len(values) - below))} keeps those above λ.",
+            f"Expected eigenvalues of the {name} above λ = {l2:g}, got {below} of {count} below "
+            f"it (down to {float(values[-1]):.3g}): the error bound does not hold for what lies "
+            f"below. {option('rank', max(1, count - below))} keeps those above λ.",
             SpectrumWarning,
         )
 
@@ -371,13 +359,7 @@ def audit(
     """Measure pairs against the matrix itself, at the cost of one product and K²P operations.
 
     For y = Σ ±q with random signs, A y − Σ ±λq is the signed sum of all residual vectors, and
-    its mean square is the sum of theirs.
-
-    Args:
-        matmat: products of the matrix with rows (b, p) of the own columns.
-        space: of the rows.
-        pairs: with vectors (K, p).
-        seed: of the signs.
+    its mean square is the sum of theirs. Rows are the own columns (·, p) of `space`.
 
     Returns:
         `orthogonality`, the largest entry of |QQᵀ − I|; `orthogonality_norm`; what rounding may add

@@ -26,17 +26,12 @@ _ROUNDING = 512  # units in the last place that a value may be off by its sums a
 
 @dataclass(frozen=True)
 class Enclosure:
-    """fᵀA⁻¹f of each row f lies in [low, high], (m,), float64.
-
-    Attributes:
-        products: how many products with A (of all rows at once) were made.
-        is_close: whether each interval is as narrow as it was asked to be, (m,).
-    """
+    """fᵀA⁻¹f of each row f lies in [low, high], (m,), float64."""
 
     low: Tensor
     high: Tensor
-    products: int
-    is_close: Tensor
+    products: int  # with A, of all rows at once
+    is_close: Tensor  # whether each interval is as narrow as it was asked to be, (m,)
 
 
 def least_tolerance(dtype: torch.dtype) -> float:
@@ -86,36 +81,34 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
     return (one * other).sum(-1, dtype=torch.float64)
 
 
+@dataclass
 class _Run:
     """Solutions x of Ax = f, and their residuals r."""
 
-    def __init__(
-        self,
-        matmat: Callable[[Tensor], Tensor],
-        rows: Tensor,
-        floor: float,
-        precondition: Callable[[Tensor], Tensor],
-        norm: float,
-    ) -> None:
-        self._matmat, self._precondition = matmat, precondition
-        self._rows, self._floor, self._norm = rows, floor, norm
-        self.products = 0
-        self._solution = precondition(rows).clone()
-        self._residual = rows - self._product(self._solution)
+    matmat: Callable[[Tensor], Tensor]
+    rows: Tensor
+    floor: float
+    precondition: Callable[[Tensor], Tensor]
+    norm: float
+    products: int = 0
+
+    def __post_init__(self) -> None:
+        self._solution = self.precondition(self.rows).clone()
+        self._residual = self.rows - self._product(self._solution)
 
     def _product(self, vectors: Tensor) -> Tensor:
         self.products += 1
-        return self._matmat(vectors)
+        return self.matmat(vectors)
 
     def iterate(self, tolerance: float, max_products: int) -> None:
         """Conjugate gradients on the rows whose interval is too wide, by their recurrences."""
-        indices = torch.arange(len(self._rows), device=self._rows.device)
-        x, r, f = self._solution, self._residual, self._rows
-        p = self._precondition(r)
+        indices = torch.arange(len(self.rows), device=self.rows.device)
+        x, r, f = self._solution, self._residual, self.rows
+        p = self.precondition(r)
         rz = _dot(r, p)
         while self.products < max_products:
             value = _dot(x, f + r)
-            wide = _half_width(value, value + _dot(r, r) / self._floor) > tolerance
+            wide = _half_width(value, value + _dot(r, r) / self.floor) > tolerance
             wide &= rz > 0
             if not bool(wide.all()):
                 self._solution[indices[~wide]] = x[~wide]
@@ -125,17 +118,17 @@ class _Run:
             image = self._product(p)
             length = (rz / _dot(p, image)).to(image.dtype)[:, None]
             x, r = x + length * p, r - length * image
-            z = self._precondition(r)
+            z = self.precondition(r)
             before, rz = rz, _dot(r, z)
             p = z + (rz / before).to(image.dtype)[:, None] * p
         self._solution[indices] = x.clone()
 
     def enclose(self) -> tuple[Tensor, Tensor]:
         """Return the interval from the present solution, with its true residual."""
-        x, floor, norm = self._solution, self._floor, self._norm
-        r = self._residual = self._rows - self._product(x)
+        x, floor, norm = self._solution, self.floor, self.norm
+        r = self._residual = self.rows - self._product(x)
         image = self._product(r)
-        square, value = _dot(r, r), _dot(x, self._rows + r)
+        square, value = _dot(r, r), _dot(x, self.rows + r)
         some = square > 0
         safe = torch.where(some, square, 1.0)
         alpha = (_dot(r, image) / safe).clamp(min=floor)

@@ -27,15 +27,10 @@ _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of rows (b, P) that each process holds: contiguous ranges, in rank order.
+    """The columns of rows (b, P) that each process holds: contiguous ranges, in rank order."""
 
-    Attributes:
-        bounds: where each range begins, and P at the end: (R + 1,).
-        rank: of this process.
-    """
-
-    bounds: tuple[int, ...]
-    rank: int = 0
+    bounds: tuple[int, ...]  # where each range begins, and P at the end: (R + 1,)
+    rank: int = 0  # of this process
 
     @classmethod
     def even(cls, size: int, group: Group) -> Columns:
@@ -62,18 +57,11 @@ class Columns:
 
 
 class Group:
-    """The processes that work together; of one process alone, collectives return what they get.
-
-    Attributes:
-        rank: of this process, 0 to size − 1.
-        size: the number of processes.
-        collectives: the number of collectives so far.
-        bytes: that this process has sent in them.
-    """
+    """The processes that work together; of one process alone, collectives return what they get."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
-        self.collectives = self.bytes = 0
+        self.rank, self.size = rank, size  # the rank is from 0 to size − 1
+        self.collectives = self.bytes = 0  # so far: how many, and what this process has sent
         backend = str(dist.get_backend()) if size > 1 else ""
         self._has_nccl = "nccl" in backend
         # NCCL alone has no collectives between CPUs.
@@ -101,13 +89,15 @@ class Group:
         """Gather a small object of each process, on all of them."""
         if self.size == 1:
             return [value]
-        own = self._pickled(value)
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=own.device)
         self._run(_GATHER, sizes, torch.tensor([len(own)], device=own.device))
         sent = _padded(own[None], int(sizes.max()))
         found = sent.new_empty(self.size, sent.shape[1])
         self._run(_GATHER, found, sent)
-        return [_unpickled(part[:size]) for part, size in zip(found, sizes.tolist(), strict=True)]
+        # From processes of the same launch.
+        parts = zip(found.cpu().numpy(), sizes.tolist(), strict=True)
+        return [pickle.loads(part[:size].tobytes()) for part, size in parts]
 
     def gather_columns(self, part: Tensor, columns: Columns) -> Tensor:
         """Gather all columns (b, P) of rows of which each process holds its own (b, p)."""
@@ -158,17 +148,11 @@ class Group:
                 f"{option('device', 'cuda')}."
             )
 
-    def _pickled(self, value: Any) -> Tensor:
-        held = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return held if self._device is None else held.to(self._device)
-
     def _in_place(self, operation: Any, tensor: Tensor, **options: Any) -> Tensor:
-        """Run an operation that changes a tensor in place, on the device that it needs."""
         if self.size == 1:
             return tensor
-        held = tensor.contiguous()
-        if self._device is not None and held.device.type != "cuda":
-            held = held.to(self._device)
+        # On the GPU of this process, where the backend needs that.
+        held = tensor.contiguous().to(None if tensor.is_cuda else self._device)
         self._run(operation, held, **options)
         return tensor if held is tensor else tensor.copy_(held)
 
@@ -187,7 +171,7 @@ class Group:
             ) from error
 
 
-_GROUPS: dict[int, tuple[Any, Group]] = {}
+_known: tuple[Any, Group] = (None, Group())  # torch's group, and ours
 _IS_ALONE: ContextVar[bool] = ContextVar("deltabars_alone", default=False)
 
 
@@ -196,12 +180,10 @@ def current_group() -> Group:
     is_alone = _IS_ALONE.get() or not (dist.is_available() and dist.is_initialized())
     if is_alone or dist.get_world_size() == 1:
         return Group()
-    group = dist.group.WORLD
-    found = _GROUPS.get(id(group))
-    if found is None or found[0] is not group:
-        _GROUPS.clear()  # of groups that were destroyed
-        found = _GROUPS[id(group)] = (group, Group(dist.get_rank(), dist.get_world_size()))
-    return found[1]
+    global _known
+    if _known[0] is not dist.group.WORLD:
+        _known = dist.group.WORLD, Group(dist.get_rank(), dist.get_world_size())
+    return _known[1]
 
 
 @contextmanager
@@ -243,10 +225,6 @@ def check_same_options(group: Group, values: Mapping[str, Any]) -> None:
                 f"fit: expected the same options in every process, got another {', '.join(names)} "
                 f"in process {rank} than in process 0. Only the data may differ."
             )
-
-
-def _unpickled(held: Tensor) -> Any:
-    return pickle.loads(held.cpu().numpy().tobytes())  # sent by a process of the same launch
 
 
 def _padded(part: Tensor, width: int) -> Tensor:

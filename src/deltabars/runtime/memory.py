@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,8 +15,7 @@ from deltabars.errors import BadValueError, MemoryWarning, NotEnoughMemoryError,
 
 Result = TypeVar("Result")
 
-# Bytes of one chunk of work where memory is plentiful: on a CPU little more than its caches, on a
-# GPU enough to keep it busy.
+# Bytes of a chunk where memory is plentiful: little more than a CPU's caches, or a GPU's fill.
 _NOMINAL = {"cpu": 1 << 28}
 _NOMINAL_ELSEWHERE = 1 << 34
 
@@ -45,11 +44,7 @@ def resolve_budget(memory_budget: int | None, device: torch.device) -> int:
 
 
 def read_bytes(given: Any, name: str) -> int:
-    """Read a number of bytes: 8000000000, "8GB", "500MiB".
-
-    Raises:
-        BadValueError: it is not a number of bytes above zero.
-    """
+    """Read a number of bytes above zero: 8000000000, "8GB", "500MiB"."""
     found = _BYTES.fullmatch(given.strip()) if isinstance(given, str) else None
     if found is not None:
         base = 1024 if found[3] else 1000
@@ -62,8 +57,8 @@ def read_bytes(given: Any, name: str) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device now."""
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {name: value.split()[0] for name, _, value in (x.partition(":") for x in lines)}
@@ -84,24 +79,8 @@ def chunk_within(budget: int, bytes_per_item: int, most: int, device: torch.devi
     return min(most, 1 << (fitting.bit_length() - 1))
 
 
-class Splittable(Protocol):
-    """Examples that can be processed in parts."""
-
-    def __len__(self) -> int: ...
-
-    def split(self, size: int) -> Iterator[Self]:
-        """Yield the same examples, at most `size` at a time."""
-
-
-Examples = TypeVar("Examples", bound=Splittable)
-
-
 class ChunkSize:
-    """How many examples are processed at a time; halved each time that memory runs out.
-
-    Attributes:
-        value: the present number.
-    """
+    """How many examples are processed at a time; its `value` is halved when memory runs out."""
 
     def __init__(self, value: int, warned: list[str] | None = None) -> None:
         self.value = value
@@ -111,10 +90,12 @@ class ChunkSize:
         """Return a separate number for another kind of work; the warning is given once for both."""
         return ChunkSize(min(self.value, value), self._warned)
 
-    def each(
-        self, batches: Iterable[Examples], work: Callable[[Examples], Result]
-    ) -> Iterator[Result]:
-        """Yield the results of `work` on all examples in turn, at most `value` at a time."""
+    def each(self, batches: Iterable[Any], work: Callable[[Any], Result]) -> Iterator[Result]:
+        """Yield the results of `work` on all examples in turn, at most `value` at a time.
+
+        Args:
+            batches: of examples, with a length and `split(size)`, which yields them in parts.
+        """
         for batch in batches:
             waiting = deque(batch.split(self.value))
             while waiting:
@@ -159,7 +140,6 @@ def attempt(work: Callable[[], Result]) -> Result | None:
 
 def ran_out(error: BaseException) -> bool:
     """Return whether an error is of memory that could not be had, on a GPU or on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(text in str(error) for text in ("can't allocate memory", "ALLOC_FAILED"))
-    )
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    is_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_of_memory or "can't allocate memory" in said or "ALLOC_FAILED" in said

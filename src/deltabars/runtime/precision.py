@@ -20,16 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltabars.errors import BadValueError, ModelError
 
 
-class Turns:
-    """A lock for each object, which lives for as long as a thread has it or waits for it."""
+class _Renewed:
+    """Locks that are new after a fork, when there is nobody left to give the old ones back."""
 
     def __init__(self) -> None:
         self.renew()
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Forget all locks: after a fork there is nobody left to give them back."""
+        """Begin with free locks."""
         self._guard = threading.Lock()
+
+
+class Turns(_Renewed):
+    """A lock for each object, which lives for as long as a thread has it or waits for it."""
+
+    def renew(self) -> None:
+        """Forget all locks."""
+        super().renew()
         self._locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     @contextmanager
@@ -41,17 +49,12 @@ class Turns:
             yield
 
 
-class Shared:
-    """A context of the whole process: the first thread in opens it, the last one out closes it.
-
-    Args:
-        make: gives the context, which a thread may open and another one close.
-    """
+class Shared(_Renewed):
+    """A context of the whole process: the first thread in opens it, the last one out closes it."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
         self._make, self._inside, self._stack = make, 0, ExitStack()
-        self.renew()
-        os.register_at_fork(after_in_child=self.renew)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -67,10 +70,6 @@ class Shared:
                 self._inside -= 1
                 if not self._inside:
                     self._stack.close()
-
-    def renew(self) -> None:
-        """Renew the guard: after a fork there is nobody left to give the old one back."""
-        self._guard = threading.Lock()
 
 
 @contextmanager
@@ -144,10 +143,8 @@ def working_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """Return the type to compute in: the given one, or the model's own, or float32."""
     supported = (torch.float32, torch.float64)
     if asked is not None and asked not in supported:
-        raise BadValueError(
-            f"dtype: expected torch.float32 or torch.float64, got {asked!r}: "
-            "curvature needs the digits."
-        )
+        expected = "torch.float32 or torch.float64"
+        raise BadValueError(f"dtype: expected {expected}, got {asked!r}: curvature needs digits.")
     if asked is None and not own.is_floating_point:
         raise ModelError(f"Expected real floating-point parameters, got {own}.")
     return asked or (own if own in supported else torch.float32)
@@ -158,18 +155,14 @@ _MEMORY: Any = torch.utils.deterministic
 
 
 def same_bits(wanted: bool) -> AbstractContextManager[None]:
-    """Deterministic algorithms alone, if that is wanted; what was set before is put back.
-
-    cuBLAS reads its part from the environment when it starts, so this comes before the first
-    product on a GPU.
-    """
+    """Deterministic algorithms alone, if that is wanted; what was set before is put back."""
     return _deterministic() if wanted else nullcontext()
 
 
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
     environment = os.environ.get(_CUBLAS)
-    os.environ.setdefault(_CUBLAS, ":4096:8")
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # read before the first product on a GPU
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill, benchmark = _MEMORY.fill_uninitialized_memory, _CUDNN.benchmark
@@ -191,14 +184,10 @@ _TURNS = Turns()
 
 def draws_numbers(work: Callable[[], Any]) -> bool:
     """Return whether a call draws random numbers: from torch, NumPy or Python."""
-
-    def others() -> tuple[Any, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state())
-
-    before, kind = others(), cast(Any, _Draws)
-    with kind() as mode:
+    before = random.getstate(), pickle.dumps(np.random.get_state())
+    with cast(Any, _Draws)() as mode:
         work()
-    return bool(mode.any) or before != others()
+    return bool(mode.any) or before != (random.getstate(), pickle.dumps(np.random.get_state()))
 
 
 class _Draws(TorchDispatchMode):
@@ -219,9 +208,8 @@ class _Draws(TorchDispatchMode):
 def with_own_numbers(batches: Iterable[Any], seed: int) -> Iterator[Any]:
     """Go through batches with torch's random numbers begun at a seed, as far as they draw any.
 
-    A loader that shuffles then has the same order, whatever the program drew before; and what the
-    program draws next is what it would have drawn without this. The generator is the process's, so
-    threads take turns.
+    So a loader that shuffles has the same order whatever the program drew before, and the program
+    draws what it would have drawn. The generator is the process's: threads take turns.
     """
     state = torch.Generator().manual_seed(seed).get_state()
     iterator: Iterator[Any] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -16,12 +15,7 @@ SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """Show one long loop: `with Progress("Hessian", total, "pair") as bar: bar.show(done, note)`.
 
-    Args:
-        title: what is being done.
-        total: how many units there are, where that is known.
-        unit: their name.
-        enabled: whether to show anything.
-        stream: where to; stderr by default.
+    The total is that of the units, where it is known. The stream is stderr by default.
     """
 
     def __init__(
@@ -42,7 +36,12 @@ class Progress:
     def __enter__(self) -> Progress:
         self._started = self._printed = time.monotonic()
         if self._enabled and (self._in_notebook or self._stream.isatty()):
-            self._bar = _bar_class(self._in_notebook)(
+            kind: Any = tqdm
+            if self._in_notebook and find_spec("ipywidgets") is not None:  # else tqdm.auto warns
+                from tqdm.auto import tqdm as widget
+
+                kind = widget
+            self._bar = kind(
                 total=self._total,
                 desc=self._title,
                 unit=f" {self._unit}",
@@ -55,8 +54,7 @@ class Progress:
     def show(self, done: int, note: str = "", seconds: float | None = None) -> None:
         """Report that `done` units are finished, with a note such as the products so far.
 
-        Args:
-            seconds: that are left; estimated from the units so far by default.
+        The seconds that are left are estimated from the units so far by default.
         """
         if not self._enabled:
             return
@@ -83,21 +81,7 @@ class Progress:
         elif self._enabled:
             print(text, file=self._stream, flush=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.refresh()  # the last numbers, however short the loop was
             self._bar.close()
-
-
-def _bar_class(in_notebook: bool) -> Any:
-    """Return a widget in a notebook that has widgets, else a line of text that is written over."""
-    if in_notebook and find_spec("ipywidgets") is not None:  # without them tqdm.auto warns
-        from tqdm.auto import tqdm as widget
-
-        return widget
-    return tqdm

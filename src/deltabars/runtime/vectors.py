@@ -68,17 +68,11 @@ def _stretches(rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Space:
-    """The split of ℝᴾ between processes.
+    """The split of ℝᴾ between processes."""
 
-    Attributes:
-        size: P.
-        group: the processes; this one alone by default.
-        columns: which columns each of them holds.
-    """
-
-    size: int
-    group: Group = field(default_factory=Group)
-    columns: Columns = field(default_factory=lambda: Columns(()))
+    size: int  # P
+    group: Group = field(default_factory=Group)  # this process alone by default
+    columns: Columns = field(default_factory=lambda: Columns(()))  # which each of them holds
 
     @property
     def own(self) -> slice:
@@ -87,14 +81,11 @@ class Space:
 
     @property
     def width(self) -> int:
-        """The number of columns of this process."""
+        """How many these are."""
         return self.own.stop - self.own.start
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a bᵀ for rows (n, p) and (m, p), over all columns: (n, m), float64.
-
-        Cost: one collective.
-        """
+        """Compute a bᵀ for rows (n, p) and (m, p), over all columns: (n, m), float64."""
         return self.group.all_reduce_(inner(a, b))
 
     def broadcast_(self, found: Tensor) -> Tensor:
@@ -135,26 +126,19 @@ class Space:
 
 @dataclass(frozen=True)
 class Spaces:
-    """The space of all parameters, and that of the parameters that the examples reach.
+    """The space of all parameters, and that of the parameters that the examples reach."""
 
-    Attributes:
-        whole: ℝᴾ.
-        reached: ℝᴾ'; each process holds what lies in its range of ℝᴾ.
-        indices: of the reached columns in ℝᴾ, (P',), ascending; None for all.
-    """
-
-    whole: Space
-    reached: Space
-    indices: Tensor | None
+    whole: Space  # ℝᴾ
+    reached: Space  # ℝᴾ'; each process holds what lies in its range of ℝᴾ
+    indices: Tensor | None  # of the reached columns in ℝᴾ, (P',), ascending; None for all
 
     @classmethod
     def of(cls, size: int, indices: Tensor | None, group: Group) -> Spaces:
         """Split both between the processes of a group."""
         columns = Columns.even(size, group)
         count = size if indices is None else len(indices)
-        return cls(
-            Space(size, group, columns), Space(count, group, columns.among(indices)), indices
-        )
+        reached = Space(count, group, columns.among(indices))
+        return cls(Space(size, group, columns), reached, indices)
 
     @property
     def own_indices(self) -> Tensor | None:
@@ -239,15 +223,10 @@ def combined(weights: Tensor, vectors: Basis) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ShardedVectors:
-    """Rows (K, P) of which each process holds its own columns. All processes call together.
+    """Rows (K, P) of which each process holds its own columns. All processes call together."""
 
-    Attributes:
-        part: the own columns, (K, p).
-        space: ℝᴾ.
-    """
-
-    part: Tensor
-    space: Space
+    part: Tensor  # the own columns, (K, p)
+    space: Space  # ℝᴾ
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -290,10 +269,8 @@ class ShardedVectors:
 
 def group_of(spectra: Mapping[str, Any]) -> Group:
     """Return the processes that share the eigenvectors of some spectra."""
-    for pairs in spectra.values():
-        if isinstance(pairs.vectors, ShardedVectors):
-            return pairs.vectors.space.group
-    return Group()
+    vectors = (pairs.vectors for pairs in spectra.values())
+    return next((v.space.group for v in vectors if isinstance(v, ShardedVectors)), Group())
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,17 +284,11 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class PartedVectors:
-    """Rows (K, P) that stay where they are; columns come to a device when they are needed.
+    """Rows (K, P) that stay where they are; columns come to a device when they are needed."""
 
-    Attributes:
-        parts: all columns, in order; in memory or mapped from files, in any floating type.
-        count: K.
-        dtype, device: of the columns that are computed with.
-    """
-
-    parts: tuple[Part, ...]
-    count: int
-    dtype: torch.dtype
+    parts: tuple[Part, ...]  # all columns, in order; in memory or mapped, in any floating type
+    count: int  # K
+    dtype: torch.dtype  # of the columns that are computed with, as is the device
     device: torch.device
 
     @classmethod
@@ -355,8 +326,10 @@ class PartedVectors:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 piece = part.rows[: self.count, low - part.start : high - part.start]
-                if piece.device != self.device:
-                    piece = _sent(piece, self.device)
+                if self.device.type == "cuda" and piece.device.type == "cpu":
+                    # Pinned memory is several times as fast, and does not wait for the GPU.
+                    staged = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+                    piece = staged.copy_(piece).to(self.device, non_blocking=True)
                 result[:, low - start : high - start].copy_(piece)
         return result
 
@@ -369,12 +342,3 @@ class PartedVectors:
 
 
 Basis = Tensor | ShardedVectors | PartedVectors
-
-
-def _sent(piece: Tensor, device: torch.device) -> Tensor:
-    """Copy columns to another device, in the type that they are stored in."""
-    if device.type != "cuda" or piece.device.type != "cpu":
-        return piece.contiguous().to(device)
-    # Pinned memory is several times as fast, and does not wait for the GPU; torch keeps it.
-    staged = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
-    return staged.copy_(piece).to(device, non_blocking=True)
