@@ -36,6 +36,11 @@ class Gaussian(Likelihood):
         noise: σ; None (or `"estimate"`) to estimate it from the residuals of the training data.
         estimated: whether `noise` is such an estimate, which a fit makes. It depends on λ, and
             is made anew where λ changes; a noise that was given stays.
+
+    Example:
+        >>> import deltabars
+        >>> deltabars.likelihoods.Gaussian(0.3)
+        Gaussian(noise=0.3, estimated=False)
     """
 
     noise: float | None = 1.0
