@@ -61,25 +61,12 @@ def quick_run(scans, tmp_path_factory) -> Run:
 
 # The longest files, longest first: a worker that begins one at the end keeps the other waiting.
 LONGEST = (
-    "test_reproduction",
-    "test_reproduction_numbers",
-    "test_docs",
-    "test_distributed",
-    "test_checkpoints",
-    "test_estimators",
-    "test_zoo",
-    "test_bench",
-    "test_concurrency",
-    "test_properties",
-    "test_hostile",
-    "test_reference",
-    "test_commands_processes",
-    "test_numerical",
-    "test_memory",
-    "test_storage",
-    "test_scoring_at_scale",
-    "test_report_browser",
-)
+    "test_reproduction", "test_reproduction_numbers", "test_docs", "test_distributed",
+    "test_estimators", "test_checkpoints", "test_package", "test_storage", "test_reached",
+    "test_bench", "test_losses", "test_zoo", "test_concurrency", "test_properties", "test_memory",
+    "test_regression", "test_hostile", "test_reference", "test_commands_processes",
+    "test_numerical", "test_scoring_at_scale", "test_report_browser",
+)  # fmt: skip
 # What is made once a session is made once a worker: the files of quick_run go to one of them.
 TOGETHER = LONGEST[:2]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 SILENT = [0, 2]  # the units of the first layer that no example switches on
-# Sums of some thousand terms of O(1), in float64; a unit that is missed is off by far more.
+# Of sums of some thousand terms of O(1); a unit that is missed is off by far more.
 PRECISION = {"rtol": 0, "atol": 1e-10}
 
 

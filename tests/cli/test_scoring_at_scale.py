@@ -19,6 +19,7 @@ from deltabars.blocks import predict_to
 from torch.utils.data import DataLoader, Dataset
 
 from deltabars.cli.entry import main
+from deltabars.cli.runs import Run
 from deltabars.errors import BadValueError, DataError, StorageError
 from tests.launches import DATA, ROOT, ended, launch, rows_of, times_each
 from tests.stopping import end, start
@@ -208,15 +209,11 @@ class TestSeveralProcesses:
         assert ended(launch(1, arguments, place / "said", WORLD_SIZE="2")) == [1]
         assert "expected 2 to meet within 2 s" in Path("said.0").read_text()
 
-    def test_a_fit_under_torchrun(self, workshop, place):
-        line = [*TORCHRUN, "fit", *workshop.options, "--out", "run", "--json"]
-        done = subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stderr
-        ours = json.loads(done.stdout)["spectra"]["opg"][
-            "largest"
-        ]  # one line, of the first process
-        assert ours == pytest.approx(float(workshop.fit().spectra["opg"].values[0]), rel=1e-6)
-        assert sorted(os.listdir()) == ["data.py", "run"]
+    def test_a_fit_in_two_processes_is_that_of_one(self, workshop, place):
+        arguments = ["fit", *workshop.options, "--out", "run", "--quiet"]
+        assert ended(launch(2, arguments, place / "said")) == [0, 0]
+        found, alone = Run.open("run").load_fit().spectra["opg"], workshop.fit().spectra["opg"]
+        assert float(found.values[0]) == pytest.approx(float(alone.values[0]), rel=1e-6)
 
     def test_a_process_that_is_killed_under_torchrun(self, workshop, place):
         """torchrun names it and ends the other; one process writes the rest."""

@@ -65,8 +65,5 @@ def test_intervals_hold_whatever_rounding_does(estimator):
 def test_where_next_to_nothing_is_lost_next_to_nothing_is_added(estimator, rank):
     _, wide, narrow = spread_of(0, estimator, rank, 1e-13)
     # ‖ΠGu‖ is a root of a difference: what is lost of that is the root of 1e-13.
-    atol, pairs = (
-        1e-5 * float(narrow.high.max()),
-        ((each.low, each.high) for each in (wide, narrow)),
-    )
-    torch.testing.assert_close(*pairs, rtol=1e-6, atol=atol)
+    pairs, atol = ((each.low, each.high) for each in (wide, narrow)), 1e-5 * narrow.high.max()
+    torch.testing.assert_close(*pairs, rtol=1e-6, atol=float(atol))

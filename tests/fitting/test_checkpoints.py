@@ -229,6 +229,7 @@ class TestAltered:
             lambda content: content[:-5] + bytes([content[-5] ^ 4]) + content[-4:],
             lambda content: b"",
             lambda content: b"x" * 1000,
+            lambda content: content.replace(b"seed", b"sead"),
         ],
     )
     def test_it_starts_anew_with_a_warning(self, half, alter):

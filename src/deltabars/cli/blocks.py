@@ -1,8 +1,7 @@
 """Predictions of any number of inputs, written to a folder in blocks, each input exactly once.
 
-The folder has a plan, which says of which fit, data and options it is; blocks, which are Parquet
-files written whole; and a manifest when all of them are there. Missing blocks are split between the
-processes; after a crash the same call writes those that are still missing.
+The folder has a plan (of which fit, data and options it is), blocks, which are Parquet files
+written whole, and a manifest when all are there. Missing blocks are split between the processes.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def summary_of(score: Any, score_error: Any, right: Any | None) -> dict[str, Any
     """Return what predictions show: means of the scores (B,), and of those that are right."""
 
     def mean(values: Any) -> float | None:
-        return float(np.mean(np.asarray(values), dtype=np.float64)) if len(values) else None
+        return float(np.mean(values, dtype=np.float64)) if len(values) else None
 
     found = {"inputs": len(score), "mean_score": mean(score), "mean_score_error": mean(score_error)}
     if right is not None:
@@ -188,17 +187,16 @@ class _Inputs:
         source.check_ordered()
         data: Any = examples.as_tensors(source.data)
         self._data, self._signature, self._size = data, signature, 1
+        has_numbers, whole = is_fixed(data) or is_dataset(data), data
         if isinstance(data, DataLoader):
-            in_order = type(data.sampler) is SequentialSampler and not data.drop_last
-            has_numbers = in_order and is_dataset(data.dataset) and data.batch_size is not None
-        else:
-            has_numbers = is_fixed(data) or is_dataset(data)
+            in_order, whole = type(data.sampler) is SequentialSampler, data.dataset
+            in_batches = data.batch_size is not None and not data.drop_last
+            has_numbers = in_order and in_batches and is_dataset(whole)
         if not has_numbers:
             raise DataError(
                 "Data: expected tensors, a Dataset, or a DataLoader that reads one in order, got "
                 f"{type(data).__name__}. Predict a stream to a file."
             )
-        whole: Any = data.dataset if isinstance(data, DataLoader) else data
         self.count = examples.count_of(data) if is_fixed(data) else len(whole)
         if not self.count:
             raise DataError("Inputs: expected at least one, got none.")

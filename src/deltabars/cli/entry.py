@@ -142,7 +142,7 @@ def _complain(line: str) -> None:
 
 
 def _speaker() -> str:
-    """Return who says it, where several processes were started and it is not the first."""
+    """Return which process says it, if it is not the first of several."""
     rank = os.environ.get("RANK", "0") if os.environ.get("MASTER_ADDR") else "0"
     return "" if rank == "0" else f"process {rank}: "
 
@@ -162,7 +162,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _shown_once(debug: bool) -> Callable[..., None]:
-    """Return what shows each warning once, as one line without the place in the code."""
+    """Return what shows each warning once, in one line."""
     known: set[str] = set()
 
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:

@@ -81,7 +81,6 @@ def _own_gpu(options: argparse.Namespace) -> torch.device:
 
 
 def _number(name: str) -> int:
-    text = os.environ.get(name, "0")
-    if not text.isdecimal():
+    if not (text := os.environ.get(name, "0")).isdecimal():
         raise BadValueError(f"{name}: expected a whole number from the launcher, got {text!r}.")
     return int(text)

@@ -32,11 +32,10 @@ def run(options: argparse.Namespace) -> None:
     kept, path = subject.predict(fit, source, options.out and Path(options.out))
     judgement = kept.prediction.judgement
     result = {**_summary(kept), "out": options.out, "predictions": str(path)}
-    if options.json and judgement is not None:
-        result["judgement"] = judgement.plain
-    _show(result, options)
     if options.json:
+        _show(result | ({} if judgement is None else {"judgement": judgement.plain}), options)
         return
+    _show(result, options)
     for line in judgement.lines if judgement is not None else ():
         print(line)
     print(f"\nThe inputs to look at first: deltabars rank {options.fitted}")
@@ -76,7 +75,6 @@ def _is_folder(out: str | None) -> bool:
 
 
 def _check_out(options: argparse.Namespace, into_folder: bool) -> None:
-    """Refuse what could not be written at the end."""
     out = options.out or "none"
     if into_folder:
         if options.overwrite:

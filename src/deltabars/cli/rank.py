@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> None:
         write_table(options.out, [columns])
     rows = plain_rows(columns)
     if options.json:
-        judgement = kept.prediction.judgement
-        more = {} if judgement is None else {"judgement": judgement.plain}
-        found = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by, **more}
-        print(json.dumps({**found, "rows": rows}))
+        found = {"data": kept.data.spec, "inputs": len(kept.names), "by": options.by, "rows": rows}
+        if (judgement := kept.prediction.judgement) is not None:
+            found["judgement"] = judgement.plain
+        print(json.dumps(found))
         return
     print(f"{len(indices):,} of the {subject.describe(kept)}, by {options.by}")
     print("\n".join([*_table(rows, chosen, options.by), *remarks(chosen)]))

@@ -1,7 +1,6 @@
 """RUN folders: a fit, how its model and data are named, and predictions that were made with it.
 
-Whoever can write a file of predictions decides what it says, so nothing that it says is imported or
-called: what data a prediction is of is a matter of the command line and of run.json.
+Nothing that a file of predictions says is imported or called: data are named by run.json alone.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ class Run:
     data: NamedData
     classes: tuple[str, ...] | None  # their names, where they are known
     about: Mapping[str, Any]
-    # How the data of each kept prediction are named, by the name of its file. It is in run.json
-    # and not in the files because naming data may run code.
+    # The data of each kept prediction, by the name of its file.
     predicted: Mapping[str, NamedData] = field(default_factory=dict)
     fit_digest: str | None = None  # of the fit's file, when the folder was opened
 
@@ -170,7 +168,7 @@ class Run:
                 f"{'has no ' + _DESCRIPTION if os.path.isdir(folder) else 'does not exist'}."
             )
         try:
-            content = _read_description(folder)
+            content = _read_json(folder / _DESCRIPTION)
             newer = content["format"] > _FORMAT
             model, data = NamedModel(**content.pop("model")), _named(content.pop("data"))
             predicted = {k: _named(raw) for k, raw in content.pop(_PREDICTIONS, {}).items()}
@@ -217,10 +215,7 @@ class Run:
         return self.path / _PREDICTIONS / f"{name}-{key}.npz"
 
     def keep(self, kept: Kept, *, is_latest: bool = True) -> Path:
-        """Keep a prediction, in the place of a former one of the same data and options.
-
-        `is_latest`: commands without data are about it from now on.
-        """
+        """Keep a prediction; if it `is_latest`, commands without data are about it from now on."""
         kept = replace(kept, about={**kept.about, "fit": self.fit_digest})
         path = self.path_of(kept.data, kept.about)
         folder = path.parent
@@ -236,7 +231,7 @@ class Run:
                     raise OSError("expected a folder, got a link to another")
                 writing.remove_left(folder)
                 writing.write_whole(path, lambda draft: np.savez(draft, **kept.arrays()))
-                content = _read_description(self.path)
+                content = _read_json(self.path / _DESCRIPTION)
                 latest = _latest_of(content, list(content.get(_PREDICTIONS, {})))
                 content.setdefault(_PREDICTIONS, {})[path.name] = asdict(kept.data.absolute())
                 content["latest"] = path.name if is_latest else latest
@@ -253,9 +248,9 @@ class Run:
     def latest(self) -> Kept | None:
         """Return the last prediction of `deltabars predict`, if there is one."""
         now = Run.open(self.path)
-        name = _latest_of(now.about, list(now.predicted))
-        data = now.predicted.get(name or "")
-        return None if data is None else self._read(self.path / _PREDICTIONS / str(name), data)
+        name = _latest_of(now.about, list(now.predicted)) or ""
+        data = now.predicted.get(name)
+        return None if data is None else self._read(self.path / _PREDICTIONS / name, data)
 
     def _read(self, path: Path, data: NamedData) -> Kept | None:
         kept = read_kept(path, data) if path.is_file() else None
@@ -276,8 +271,8 @@ def check_new(folder: Path, overwrite: bool) -> None:
     check_parent(folder, "--out")
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
-    return dict(parse_json(read_start(folder / _DESCRIPTION, _MOST)))
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(parse_json(read_start(path, _MOST)))
 
 
 def _latest_of(content: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -298,8 +293,7 @@ def _fit_digest(folder: Path) -> str | None:
     path = folder / _FIT
     try:
         index = path / storage.INDEX
-        about = parse_json(read_start(index, _MOST)) if path.is_dir() else storage.read_header(path)
-        return str(about["digest"])
+        return str((_read_json(index) if path.is_dir() else storage.read_header(path))["digest"])
     except (StorageError, OSError, ValueError, KeyError, TypeError):
         return None
 

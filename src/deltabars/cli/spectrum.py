@@ -66,15 +66,9 @@ def _lines(fit: DeltaFit) -> list[str]:
     lines.append(f"effective parameters  {fit.effective_parameters:.1f} in the K pairs{ends}")
     for name, pairs in fit.spectra.items():
         lines += ["", f"{name:10} {'k':>7} {'eigenvalue':>14} {'residual':>10}"]
-        for k in _some(len(pairs)):
+        count, spaced = len(pairs), np.geomspace(1, len(pairs), _SHOWN).round().astype(int)
+        # All of a few; else some from the first to the last, ever farther apart.
+        for k in range(count) if count <= _SHOWN else sorted({int(k) - 1 for k in spaced}):
             value, residual = float(pairs.values[k]), float(pairs.residuals[k])
             lines.append(f"{'':10} {k + 1:7,} {value:14.6g} {residual:10.1e}")
     return lines
-
-
-def _some(count: int) -> list[int]:
-    """Return some indices from the first to the last: all of a few, else ever farther apart."""
-    if count <= _SHOWN:
-        return list(range(count))
-    spaced = np.geomspace(1, count, _SHOWN).round().astype(int)
-    return sorted({int(k) - 1 for k in spaced})

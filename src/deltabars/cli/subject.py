@@ -1,7 +1,4 @@
-"""What commands are about: the model, the data, the fit and the predictions that options name.
-
-Each is had in two ways: as the object itself, and as the Python that makes it (`--print-python`).
-"""
+"""What options name: the model, data, fit and predictions, as objects and as printed Python."""
 
 from __future__ import annotations
 
@@ -188,7 +185,7 @@ class Subject:
         other = any(value is not None for value in given.values())
         device = str(compute_device(options.device))
         return [
-            "from dataclasses import replace" if other else "",
+            "from dataclasses import replace" * other,
             "from deltabars.cli.runs import Run",
             "from deltabars.cli.sources.data import NamedData",
             *imports,
@@ -218,18 +215,16 @@ class Code(str):
 
 def program(*lines: str) -> str:
     """Return the lines of a program, without the empty ones."""
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def call(function: str, *arguments: Any, **named: Any) -> Code:
     """Return a call as code; arguments that are None are left out."""
     parts = [_literal(value) for value in arguments if value is not None]
     parts += [f"{name}={_literal(value)}" for name, value in named.items() if value is not None]
-    line = f"{function}({', '.join(parts)})"
-    if len(line) > 88 and len(parts) > 1:
-        inside = "".join(f"    {part},\n" for part in parts)
-        line = f"{function}(\n{inside})"
-    return Code(line)
+    if len(line := ", ".join(parts)) > 80:
+        line = "".join(f"\n    {part}," for part in parts) + "\n"
+    return Code(f"{function}({line})")
 
 
 def made(value: Any) -> Code:

@@ -31,10 +31,9 @@ def columns_of(
 ) -> Columns:
     """Return the columns of a table: `input`, `target`, `label`, `score`, …, `mean_CLASS`.
 
-    Beside the numbers of targets and labels are their names, `target_name` and `label_name`.
-    Columns of a class end in its name, or its number; where names would give two columns one name
-    (`login` and `error_login`, or two classes of one name), all end in NUMBER_NAME. Where only some
-    classes were asked for, they end in the index among these, and `class_0`, … say which they are.
+    `target_name` and `label_name` have the names of classes. Columns of a class end in its name, or
+    its number; where two would have one name, in NUMBER_NAME. Where only some classes were asked
+    for, they end in the index among these, and `class_0`, … say which they are.
     """
     arrays = prediction.numpy()
     found: Columns = {"input": np.array(names, dtype=object)}

@@ -133,8 +133,11 @@ class Session:
         """Refuse states of another fit, with the names of what differs."""
         self._identity = json.loads(json.dumps(identity))  # as it is read: lists for tuples
         self.memory_budget = memory_budget
-        for header in self.headers.values():
-            _check_same(header.get("identity") or {}, self._identity)
+        for path, header in self.headers.items():
+            if header.get("identity") != self._identity:
+                with suppress(CorruptFileError):  # altered: a warning follows when it is resumed
+                    storage.read(path)
+                    _check_same(header.get("identity") or {}, self._identity)
         self._saved_at = time.monotonic()
 
     def paths(self, matrix: str) -> tuple[Path, Path]:

@@ -1,9 +1,7 @@
 """Metrics of torchmetrics: how well a score tells wrong predictions and foreign inputs.
 
 They take a Prediction, or plain tensors, batch by batch, also on several processes. `number` says
-which number of a Prediction they judge: `"score"`, `"mutual_information"` or `"entropy"`. For the
-expected calibration error torchmetrics' own serves:
-`MulticlassCalibrationError(num_classes).update(prediction.mean, targets)`.
+which number of a Prediction they judge: `"score"`, `"mutual_information"` or `"entropy"`.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _read_frame(path: Path) -> Any:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
+    return ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
 
 
 def _from_factory(spec: str, arguments: Mapping[str, Any]) -> Source:

@@ -303,12 +303,13 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             f"({first_line(error).rstrip('.')})."
         ) from error
     for _ in range(_DEEPEST):
-        inside = [key for key in _INNER if _is_dict(content) and _is_dict(content.get(key))]
-        content = content[inside[0]] if inside else content
+        held = content if isinstance(content, dict) else {}
+        inside = [held[key] for key in _INNER if isinstance(held.get(key), dict) and held[key]]
+        content = inside[0] if inside else content
     found = f"a {type(content).__name__}"
     if isinstance(content, _Inert):
         found = "an object of a class, which would run code when read"
-    elif _is_dict(content):
+    elif isinstance(content, dict) and content:
         other = [name for name, value in content.items() if not _is_dense(value)]
         if not other:
             return dict(content)
@@ -317,10 +318,6 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         f"--weights: expected a state dict in {source}, by itself or under one of "
         f"{', '.join(_INNER)}, got {found}. Save it with torch.save(model.state_dict(), …)."
     )
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value)
 
 
 def _is_dense(value: Any) -> bool:

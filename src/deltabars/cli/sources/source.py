@@ -55,10 +55,10 @@ class Source:
         odd = [name for name in given if name not in classes]
         twice = len({*given}) < len(given) or len({*classes}) < len(classes)
         if odd or twice or self.relabelled is None or targets is None:
-            why = odd or ["names that are there twice" if twice else "their order or number"]
+            why = ", ".join(odd[:5]) or "names that are there twice, or their order"
             raise DataError(
                 f"--data: expected some of the {len(classes)} classes of the fit, or data without "
-                f"classes, got {len(given)} (the difference: {', '.join(why[:5])})."
+                f"classes, got {len(given)} (the difference: {why})."
             )
         targets = torch.tensor([classes.index(name) for name in given])[targets]
         data = self.relabelled(targets)
