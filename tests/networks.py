@@ -29,12 +29,6 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
-    )
-
-
 def batch_norm() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, stride=2), nn.BatchNorm2d(3), nn.Softplus(), nn.Flatten(),
@@ -49,15 +43,15 @@ def rectified() -> nn.Module:
     )
 
 
-def linear() -> nn.Module:
-    """Convex: no eigenvalue of its Hessian is below l2."""
-    return nn.Linear(4, 3)
-
-
 NETWORKS = {
-    "linear": (linear, (4,)),
+    "linear": (lambda: nn.Linear(4, 3), (4,)),  # convex: no eigenvalue below l2
     "dense": (dense, (4,)),
-    "convolutional": (convolutional, (1, 6, 6)),
+    "convolutional": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        (1, 6, 6),
+    ),
     "batch_norm": (batch_norm, (1, 6, 6)),
     "shared": (SharedWeights, (4,)),
     "rectified": (rectified, (1, 6, 6)),

@@ -50,9 +50,9 @@ class Run:
             return dict(arrays)
 
 
-def write_scans(folder: Path, train: int = TRAIN, test: int = TEST) -> Path:
+def write_scans(folder: Path) -> Path:
     """The four idx files, with as many images."""
-    images, labels, test_images, test_labels = upscaled_digits(train, test)
+    images, labels, test_images, test_labels = upscaled_digits(TRAIN, TEST)
     for name, items in (
         ("train-images-idx3", images[:, 0]),
         ("train-labels-idx1", labels),

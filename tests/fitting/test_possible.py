@@ -40,6 +40,21 @@ def in_place(net, x):
     return plain(net, x)
 
 
+def sorted_inside(net, x):
+    order = x[:, 0].argsort()
+    return plain(net, x[order])[order.argsort()]
+
+
+def by_rows(net, x):
+    return plain(net, x) * torch.stack([row[row > 0].sum() for row in net.a(x)])[:, None]
+
+
+def slice_assignment(net, x):
+    hidden = net.a(x).tanh().clone()
+    hidden[:, 0] = 0
+    return net.c(net.b(hidden))
+
+
 def wired(operation):
     return lambda net, x: net.c(
         operation(net.a(x).tanh(), torch.ones(4).double()) * net.b.weight[0]
@@ -51,6 +66,10 @@ WIRINGS = {
     "reentrant checkpoint": checkpointed(reentrant=True),
     "view_as_complex": complex_weights,
     "in place": in_place,
+    "sorted inside": sorted_inside,
+    "by rows": by_rows,
+    "slice assignment": slice_assignment,
+    "by item": lambda net, x: plain(net, x) * float(net.a.in_features),
     # Each of these ended the process in a trace.
     "ldexp": wired(lambda h, one: torch.ldexp(h, torch.tensor([1]))),
     "addcmul": wired(lambda h, one: torch.addcmul(h, h, one, value=0.5)),

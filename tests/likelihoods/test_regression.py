@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,17 +93,6 @@ def test_estimated_noise_is_the_closed_form(estimator, outputs):
         torch.testing.assert_close(out.total_std, total, **EXACT)
 
 
-def test_a_whole_covariance_and_samples_have_the_noise():
-    line = Line(0, noise=0.5)
-    fit = line.fit("hessian", Gaussian(0.5))
-    out = fit.predict(line.unseen, covariance=True)
-    torch.testing.assert_close(out.covariance[:, 0], out.variance)
-    draws = fit.sample(100_000, seed=1)
-    exact = 0.25 * line.inverse
-    # The error of a sample covariance is about √(2/100,000) = 0.0045 of its scale.
-    torch.testing.assert_close(draws.T.cov(), exact, rtol=0, atol=0.03 * float(exact.max()))
-
-
 @cache
 def network(seed=0):
     return make_case("dense", count=29, l2=0.1, seed=seed, likelihood="gaussian")
@@ -135,13 +122,9 @@ def test_noise_of_a_network_is_exact(estimator, noise):
         case.model, case.data, likelihood=Gaussian(noise), rank=case.oracle.size, **options
     )
     torch.testing.assert_close(whole.predict(case.unseen).std, exact.sqrt(), **EXACT)
-    for rank in (1, 5, 20):
-        fit = deltabars.fit(
-            case.model, case.data, likelihood=Gaussian(noise), rank=rank, **options
-        )  # fmt: skip
-        if estimator == "hessian":  # the spectrum below λ is corrected, see docs/numbers.md
-            continue
-        out = fit.predict(case.unseen)
+    # The spectrum of a Hessian below λ is corrected, see docs/numbers.md.
+    for rank in () if estimator == "hessian" else (1, 20):
+        out = whole.predict(case.unseen, rank=rank)
         assert bool((out.std_low - 1e-9 <= exact.sqrt()).all())
         assert bool((exact.sqrt() <= out.std_high + 1e-9).all())
 
@@ -160,10 +143,6 @@ def test_with_noise_is_the_fit_of_that_noise(estimator):
         torch.testing.assert_close(there, here, rtol=1e-12, atol=0)
     estimated = deltabars.fit(case.model, case.data, likelihood=Gaussian(None), **options)
     assert unit.with_noise("estimate").noise == estimated.noise
-    again = moved.with_l2(0.2).with_noise(1.0)
-    torch.testing.assert_close(
-        again.predict(case.unseen).std, unit.with_l2(0.2).predict(case.unseen).std
-    )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -194,15 +173,13 @@ def test_another_l2_has_its_own_estimated_noise(estimator, tmp_path):
     assert fit.l2 == pytest.approx(0.1 * case.targets.shape[1] / 2)
     fit.save(tmp_path / "fit")
     tuned = fit.tune_l2()
-    for l2 in (1e-3, 0.02, 3.0, tuned.l2):
+    for l2 in (0.02, tuned.l2):
         again = deltabars.fit(case.model, case.data, l2=l2, likelihood=Gaussian(None), **options)
         assert again.noise != pytest.approx(fit.noise, rel=1e-6)
         moved = fit.with_l2(l2)
         for other in (
             moved,
             deltabars.load(tmp_path / "fit", case.model).with_l2(l2),
-            fit.with_l2(7.0).with_l2(l2),
-            copy.deepcopy(fit).with_l2(l2),
             fit.with_noise(3.0).with_noise("estimate").with_l2(l2),
         ):
             assert other.noise == pytest.approx(again.noise, rel=1e-10)
@@ -215,9 +192,6 @@ def test_another_l2_has_its_own_estimated_noise(estimator, tmp_path):
     assert tuned.fit.noise == pytest.approx(again.noise, rel=1e-10)
     for noise in (0.4, fit.noise):
         assert fit.with_noise(noise).with_l2(3.0).noise == noise
-    assert deltabars.fit(
-        case.model, case.data, l2=0.1, likelihood=Gaussian(0.4), **options
-    ).with_l2(3.0).noise == 0.4  # fmt: skip
 
 
 @pytest.mark.parametrize("estimator", ["ggn", "hessian"])
@@ -233,29 +207,7 @@ def test_the_tuned_l2_is_the_best_of_l2_and_noise_together(estimator):
     assert best.noise**2 * (50 - share) == pytest.approx(float(residuals.square().sum()), rel=1e-9)
 
 
-def test_validation_has_the_estimated_noise_of_each_l2():
-    case, other = network(), network(2)
-    fit = deltabars.fit(
-        case.model, case.data, l2=0.1, likelihood=Gaussian(None), estimator="ggn", rank=20,
-        progress=False,
-    )  # fmt: skip
-    found = fit.tune_l2(other.data, method="validation")
-    for index in (0, 30, 60):
-        out = fit.with_l2(float(found.levels[index])).predict(other.inputs)
-        scatter = torch.distributions.Normal(out.mean, out.total_std)
-        loss = -scatter.log_prob(other.targets).sum(1).mean()
-        assert float(found.values[index]) == pytest.approx(float(loss), rel=1e-9)
-
-
-def covered(prediction, mean, noise, generator, level):
-    """The share of targets drawn around the true mean that lie in the intervals."""
-    new = {"generator": generator, "dtype": torch.float64}
-    targets = mean + noise * torch.randn(mean.shape, **new)
-    low, high = prediction.interval(level)
-    return float(((low <= targets) & (targets <= high)).double().mean())
-
-
-@pytest.mark.parametrize(("estimator", "runs"), [("ggn", 100), ("opg", 100), ("sandwich", 25)])
+@pytest.mark.parametrize(("estimator", "runs"), [("ggn", 60), ("sandwich", 25)])
 def test_intervals_of_simulated_data_cover_as_they_say(estimator, runs):
     """Training sets, noise and targets are drawn anew; few examples, so that both parts count."""
     found = {0.5: [], 0.9: []}
@@ -263,52 +215,38 @@ def test_intervals_of_simulated_data_cover_as_they_say(estimator, runs):
     for seed in range(runs):
         line = Line(seed, count=60, size=8, noise=0.7, l2=1e-4)
         generator = torch.Generator().manual_seed(10_000 + seed)
-        inputs = torch.randn(100, 8, generator=generator, dtype=torch.float64)
+        new = {"generator": generator, "dtype": torch.float64}
+        inputs = torch.randn(100, 8, **new)
         out = line.fit(estimator, Gaussian("estimate")).predict(inputs)
+        targets = inputs @ line.truth.T + 0.7 * torch.randn(100, 1, **new)
         for level, shares in found.items():
-            shares.append(covered(out, inputs @ line.truth.T, 0.7, generator, level))
+            low, high = out.interval(level)
+            shares.append(float(((low <= targets) & (targets <= high)).double().mean()))
         epistemic.append(float((out.std / out.total_std).square().mean()))
     assert sum(epistemic) / runs > 0.1  # of the variance: leaving it out would show
     for level, shares in found.items():
         # The 100 targets of a run share weights and σ̂; the runs are independent. Binomially a run
-        # has a std of √(level(1 − level)/100): 0.03 at 90 %, 0.05 at 50 %. σ̂ is known to
-        # 1/√(2·52) = 10 %, which moves the coverage by 3.4 and by 4.3 points. Together that is at
-        # most 0.066; three of its kind over √runs. (The normal quantile in place of that of t with
-        # 52 degrees of freedom makes half a point less at 90 %.)
+        # has a std of up to 0.05, and σ̂, known to 1/√(2·52) = 10 %, moves the coverage by up to
+        # 0.043: at most 0.066 together, and three of its kind over √runs.
         assert sum(shares) / runs == pytest.approx(level, abs=3 * 0.066 / runs**0.5)
 
 
-@pytest.fixture(scope="module")
-def out():
+def test_a_prediction_of_real_numbers():
     line = Line(0, outputs=2)
-    return line.fit("ggn", Gaussian(0.3)).predict(line.unseen)
-
-
-def test_a_prediction_of_real_numbers(out):
+    out = line.fit("ggn", Gaussian(0.3)).predict(line.unseen)
+    for level in (0, 1, -0.1, 90, "0.9", True, math.nan):
+        with pytest.raises(BadValueError, match="level: expected a number between 0 and 1"):
+            out.interval(level)
     assert out.label is None
     assert torch.equal(out.noise, torch.full((9, 2), 0.3, dtype=torch.float64))
     low, high = out.interval()
     quantile = 1.6448536269514722  # of the normal distribution at 0.95
     torch.testing.assert_close(high - out.mean, quantile * out.total_std, rtol=1e-12, atol=0)
     torch.testing.assert_close(out.mean - low, quantile * out.total_std, rtol=1e-12, atol=0)
-    narrow = out.interval(0.5)
-    assert bool((low < narrow[0]).all())
-    assert bool((narrow[1] < high).all())
-    for part in (out[2:5], out[[2, 3, 4]], out[2:5].to("cpu")):
-        assert torch.equal(part.total_std, out.total_std[2:5])
-        assert torch.equal(part.interval()[0], low[2:5])
+    assert torch.equal(out[2:5].interval()[0], low[2:5])
     joined = deltabars.Prediction.concatenate([out[:4], out[4:]])
     assert torch.equal(joined.total_std, out.total_std)
-    assert np.array_equal(out.numpy().total_std, out.total_std.numpy())
     assert "label" not in out.numpy()
-    assert repr(out).startswith("Prediction of 9 inputs, 2 outputs")
-    assert "<table>" in out._repr_html_()
-
-
-@pytest.mark.parametrize("level", [0, 1, -0.1, 90, "0.9", True, math.nan])
-def test_a_level_that_cannot_be(out, level):
-    with pytest.raises(BadValueError, match="level: expected a number between 0 and 1"):
-        out.interval(level)
 
 
 def test_classes_have_neither_noise_nor_intervals():

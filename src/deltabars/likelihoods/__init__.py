@@ -3,26 +3,9 @@
 One file a likelihood; `base.py` says what each must have, and reads names and torch's loss modules.
 """
 
-from deltabars.likelihoods.base import (
-    Likelihood,
-    Loss,
-    get_likelihood,
-    named_loss,
-    read_loss,
-    unit_rows,
-)
+from deltabars.likelihoods.base import Likelihood, Loss, named_loss
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
 
-__all__ = [
-    "Bernoulli",
-    "Categorical",
-    "Gaussian",
-    "Likelihood",
-    "Loss",
-    "get_likelihood",
-    "named_loss",
-    "read_loss",
-    "unit_rows",
-]
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Likelihood", "Loss", "named_loss"]

@@ -9,8 +9,7 @@ A likelihood knows, for a batch of outputs z (B, C):
   slope that makes the one Jacobian of the other: ∂m/∂z = diag(slope)·∂η/∂z;
 * Rᵀ with R Rᵀ = ∂²loss/∂z²: the GGN is the sum of the outer products of the rows Rᵀ·∂z/∂ω.
 
-All three derivatives are rows of cotangents of z, to be pulled back to the parameters. Each file of
-a likelihood registers it, with its loss of torch.
+All three derivatives are rows of cotangents of z, to be pulled back to the parameters.
 """
 
 from __future__ import annotations
@@ -92,10 +91,7 @@ class Likelihood(ABC):
         return outputs.new_zeros(0, outputs.shape[1], dtype=torch.float64)
 
     def constant_answer(self, moments: Tensor, count: int) -> tuple[float, float]:
-        """Return the accuracy and the least mean loss of outputs that are the same for all inputs.
-
-        From the moments of all `count` targets; NaN for what is not known, or has no meaning.
-        """
+        """Return the accuracy and mean loss of the best constant outputs; NaN where not known."""
         return math.nan, math.nan
 
     @abstractmethod
@@ -136,7 +132,7 @@ def numbers(name: str, given: Any) -> tuple[float, ...]:
     if isinstance(given, Tensor):
         given = given.detach().cpu().double().flatten().tolist()
     found = (given,) if isinstance(given, Real) else given
-    plain = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    plain = tuple(found) if isinstance(found, Iterable) else ()
     good = all(isinstance(x, Real) and 0 <= float(x) < math.inf for x in plain)
     if not good or not any(plain):
         raise BadValueError(
@@ -145,42 +141,31 @@ def numbers(name: str, given: Any) -> tuple[float, ...]:
     return tuple(float(x) for x in plain)
 
 
-def check_same_shape(outputs: Tensor, targets: Tensor, alternative: str) -> None:
+CLASSES = "For class numbers use likelihood='categorical'."
+
+
+def check_same_shape(outputs: Tensor, targets: Tensor) -> None:
     """Refuse targets of another shape than the outputs."""
-    if targets.shape == outputs.shape:
-        return
-    count, columns = outputs.shape
-    if targets.shape == (count,) and columns == 1:
-        advice = "Reshape them with .unsqueeze(1)."
-    elif targets.ndim == 1:
-        advice = alternative
-    else:
-        advice = "Give one target for each output."
-    raise DataError(
-        f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
-        f"{tuple(targets.shape)}. {advice}"
-    )
+    if targets.shape != outputs.shape:
+        advice = CLASSES if targets.ndim == 1 else "Give one target for each output."
+        raise DataError(
+            f"Targets: expected the shape {tuple(outputs.shape)} of the outputs, got "
+            f"{tuple(targets.shape)}. {advice}"
+        )
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss over all data: `multiple`·Σₙ ℓₙ, divided by V (`"weights"`), by N·C, or by nothing.
+    """A loss over all data: `multiple`·Σₙ ℓₙ, divided by V (`"weights"`), by N·C, or by nothing."""
 
-    Attributes:
-        likelihood: with its weights as they were given.
-    """
-
-    likelihood: Likelihood
+    likelihood: Likelihood  # with its weights as they were given
     divided_by: Divisor = "weights"
     multiple: float = 1.0
 
     def l2_factor(self, num_examples: int, num_outputs: int, total_weight: float) -> float:
         """λ'/λ, for data of N examples, C outputs and weights that sum to V."""
-        divisor = {
-            "weights": total_weight,
-            "elements": float(num_examples * num_outputs),
-            "nothing": 1.0,
-        }[self.divided_by]
+        elements, weights = float(num_examples * num_outputs), total_weight
+        divisor = {"weights": weights, "elements": elements, "nothing": 1.0}[self.divided_by]
         if self.divided_by == "nothing":
             warn(
                 "l2: taken as that of the loss summed over all examples, N = "
@@ -205,10 +190,8 @@ def register(
 ) -> None:
     """Add a likelihood, so that files, options and the command line know it.
 
-    Args:
-        likelihood: with its usual attributes.
-        loss: the short name of its loss; `options` of that are attributes of the likelihood.
-        module: torch's loss module; `read` makes a `Loss` of one.
+    `loss` is the short name of its loss, whose `options` are attributes of the likelihood; `read`
+    makes a `Loss` of torch's loss module.
     """
     LIKELIHOODS[likelihood.name] = likelihood
     LOSSES[loss] = type(likelihood), options
@@ -241,21 +224,13 @@ def told_apart(likelihood: Likelihood) -> Any:
     """Return what identifies a likelihood: of a user's its class and plain attributes."""
     if is_own(likelihood):
         return described(likelihood)
-    kind = type(likelihood)
-    plain = {
-        name: value
-        for name, value in sorted(getattr(likelihood, "__dict__", {}).items())
-        if isinstance(value, bool | int | float | str)
-    }
+    kind, found = type(likelihood), sorted(getattr(likelihood, "__dict__", {}).items())
+    plain = {name: value for name, value in found if isinstance(value, int | float | str)}
     return {"name": f"{kind.__module__}.{kind.__qualname__}", **plain}
 
 
 def from_description(description: Any) -> Likelihood:
-    """Return the likelihood that was described.
-
-    Raises:
-        KeyError, TypeError, BadValueError: it was not described by `described`.
-    """
+    """Return the likelihood that was described; KeyError, TypeError or BadValueError if none."""
     if not isinstance(description, dict):
         return get_likelihood(description)
     attributes = dict(description)
@@ -265,10 +240,8 @@ def from_description(description: Any) -> Likelihood:
 def named_loss(name: str, **given: Any) -> Loss:
     """Return the loss of a training by its name, as `deltabars fit --loss` takes it.
 
-    Args:
-        name: `"ce"`, `"bce"` or `"mse"` for torch's means; or the name of a likelihood, whose loss
-            is summed over the outputs (and squares halved).
-        given: options of the loss, see `LOSSES`; None for one that is not given.
+    `"ce"`, `"bce"` and `"mse"` are torch's means; a likelihood's name is its loss, summed over the
+    outputs (and squares halved). Options are those in `LOSSES`, or None.
     """
     known = {one: pair for short, pair in LOSSES.items() for one in (short, pair[0].name)}
     if name not in known:
@@ -288,11 +261,7 @@ def named_loss(name: str, **given: Any) -> Loss:
 
 
 def read_loss(given: Any) -> Loss:
-    """Return the loss that a name, a Likelihood or a loss module of torch stands for.
-
-    Raises:
-        BadValueError: it is none of them, with what to give instead.
-    """
+    """Return the loss that a name, a Likelihood or a loss module of torch stands for."""
     if isinstance(given, Loss):
         return given
     if isinstance(given, str | Likelihood):
@@ -313,25 +282,23 @@ def read_loss(given: Any) -> Loss:
     )
 
 
+_ENTROPY = " Leave the log-softmax out of the model and give nn.CrossEntropyLoss()."
+_BINARY = " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss()."
 _INSTEAD = {
     "cross_entropy": " Give nn.CrossEntropyLoss(), with the arguments of the training.",
     "binary_cross_entropy_with_logits": " Give nn.BCEWithLogitsLoss(), with its arguments.",
     "mse_loss": " Give nn.MSELoss(), with the arguments of the training.",
-} | dict.fromkeys(
-    ("NLLLoss", "nll_loss"),
-    " Leave the log-softmax out of the model and give nn.CrossEntropyLoss().",
-) | dict.fromkeys(
-    ("BCELoss", "binary_cross_entropy"),
-    " Leave the sigmoid out of the model and give nn.BCEWithLogitsLoss().",
-)  # fmt: skip
+    "NLLLoss": _ENTROPY,
+    "nll_loss": _ENTROPY,
+    "BCELoss": _BINARY,
+    "binary_cross_entropy": _BINARY,
+}
 
 
 def divisor_of(module: Any, of_mean: Divisor) -> Divisor:
     """Return what a loss module divides by, which is `of_mean` where it is a mean."""
-    if module.reduction == "mean":
-        return of_mean
-    if module.reduction == "sum":
-        return "nothing"
+    if module.reduction in ("mean", "sum"):
+        return of_mean if module.reduction == "mean" else "nothing"
     raise BadValueError(
         f"likelihood: expected a loss with reduction='mean' or 'sum', got {module.reduction!r}. "
         "Give the one that the training took in the end."

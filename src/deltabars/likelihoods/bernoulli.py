@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import (
+    CLASSES,
     Likelihood,
     Loss,
     check_same_shape,
@@ -49,12 +50,11 @@ class Bernoulli(Likelihood):
         return targets[:, None] if num_outputs == targets.ndim == 1 else targets
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
-        classes = "For class numbers use likelihood='categorical'."
-        check_same_shape(outputs, targets, classes)
+        check_same_shape(outputs, targets)
         if not bool(((targets == 0) | (targets == 1)).all()):
             raise DataError(
                 "Targets: expected 0 or 1 for the Bernoulli likelihood, got other values. "
-                f"{classes} For real numbers use 'gaussian'; probabilities are not taken."
+                f"{CLASSES} For real numbers use 'gaussian'; probabilities are not taken."
             )
         if self.pos_weight is not None and len(self.pos_weight) not in (1, outputs.shape[1]):
             raise BadValueError(
@@ -63,11 +63,9 @@ class Bernoulli(Likelihood):
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weight = None if self.pos_weight is None else outputs.new_tensor(self.pos_weight)
         loss = F.binary_cross_entropy_with_logits(
-            outputs,
-            targets.to(outputs.dtype),
-            pos_weight=None if self.pos_weight is None else outputs.new_tensor(self.pos_weight),
-            reduction="none",
+            outputs, targets.to(outputs.dtype), pos_weight=weight, reduction="none"
         ).sum(-1)
         return loss if self.scale == 1 else self.scale * loss
 

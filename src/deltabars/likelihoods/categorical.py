@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +41,9 @@ class Categorical(Likelihood):
     def __post_init__(self) -> None:
         if self.weight is not None:
             object.__setattr__(self, "weight", numbers("weight", self.weight))
-        smoothing = self.label_smoothing
-        if not isinstance(smoothing, Real) or not 0 <= smoothing <= 1:
-            raise BadValueError(
-                f"label_smoothing: expected a number from 0 to 1, got {smoothing!r}."
-            )
+        found = self.label_smoothing
+        if not isinstance(found, Real) or not 0 <= found <= 1:
+            raise BadValueError(f"label_smoothing: expected a number from 0 to 1, got {found!r}.")
 
     def counted(self, targets: Tensor) -> Tensor | None:
         # Of class probabilities and of targets of another shape torch and we leave out none.
@@ -69,10 +68,7 @@ class Categorical(Likelihood):
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             advice = "Convert class numbers with .long()"
             if targets.shape == outputs.shape and targets.is_floating_point():
-                advice = (
-                    "Class probabilities are not taken: give class numbers, with .argmax(1), and "
-                    "nn.CrossEntropyLoss(label_smoothing=…) as the likelihood if they were smoothed"
-                )
+                advice = "Class probabilities are not taken: give class numbers, with .argmax(1)"
             raise DataError(
                 f"Targets: expected class numbers of an integer type, got {targets.dtype}. "
                 f"{advice}; for other targets choose {_meant('bernoulli', 'bce')} (0 or 1) or "
@@ -81,10 +77,8 @@ class Categorical(Likelihood):
         if targets.shape != outputs.shape[:1]:
             advice = "Reshape them, for example with .squeeze(1)."
             if targets.shape == outputs.shape:
-                advice = (
-                    "Turn one-hot rows into class numbers with .argmax(1); for several labels an "
-                    f"example use {_meant('bernoulli', 'bce')}."
-                )
+                several = f"for several labels an example use {_meant('bernoulli', 'bce')}"
+                advice = f"Turn one-hot rows into class numbers with .argmax(1); {several}."
             raise DataError(
                 f"Targets: expected shape ({outputs.shape[0]},) to match logits of shape "
                 f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. {advice}"
@@ -97,13 +91,9 @@ class Categorical(Likelihood):
             )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            outputs,
-            targets.long(),
-            weight=None if self.weight is None else outputs.new_tensor(self.weight),
-            label_smoothing=self.label_smoothing,
-            reduction="none",
-        )
+        weight = None if self.weight is None else outputs.new_tensor(self.weight)
+        options: Any = {"label_smoothing": self.label_smoothing, "reduction": "none"}
+        return F.cross_entropy(outputs, targets.long(), weight, **options)
 
     def are_probabilities(self, outputs: Tensor, targets: Tensor) -> bool:
         # To the rounding of bfloat16. (Log-probabilities are logits.)
@@ -176,10 +166,5 @@ def _read(module: nn.CrossEntropyLoss) -> Loss:
     return Loss(likelihood, divisor_of(module, "weights"))
 
 
-register(
-    Categorical(),
-    "ce",
-    {"label_smoothing": "label_smoothing", "class_weights": "weight"},
-    nn.CrossEntropyLoss,
-    _read,
-)
+_OPTIONS = {"label_smoothing": "label_smoothing", "class_weights": "weight"}
+register(Categorical(), "ce", _OPTIONS, nn.CrossEntropyLoss, _read)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import (
+    CLASSES,
     Likelihood,
     Loss,
     check_same_shape,
@@ -35,22 +36,6 @@ class Gaussian(Likelihood):
         noise: σ; None (or `"estimate"`) to estimate it from the residuals of the training data.
         estimated: whether `noise` is such an estimate, which a fit makes. It depends on λ, and
             is made anew where λ changes; a noise that was given stays.
-
-    Example:
-        >>> import torch, deltabars
-        >>> from deltabars.likelihoods import Gaussian
-        >>> x = torch.linspace(-1, 1, 50).double()[:, None]
-        >>> line = torch.nn.Linear(1, 1).double()
-        >>> y = 2 * x + 0.1 * torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
-        >>> slope = x.T @ y / (x.T @ x + 50 * 1e-3)  # the optimum of the cost
-        >>> _ = line.load_state_dict({"weight": slope, "bias": y.mean(0) / (1 + 1e-3)})
-        >>> options = {"likelihood": Gaussian("estimate"), "estimator": "ggn", "progress": False}
-        >>> fit = deltabars.fit(line, (x, y), l2=1e-3, **options)
-        >>> 0.08 < fit.noise < 0.12
-        True
-        >>> low, high = fit.predict(torch.zeros(1, 1).double()).interval(0.9)
-        >>> bool(low < 0 < high)
-        True
     """
 
     noise: float | None = 1.0
@@ -69,12 +54,11 @@ class Gaussian(Likelihood):
         return targets[:, None] if num_outputs == targets.ndim == 1 else targets
 
     def check_targets(self, outputs: Tensor, targets: Tensor) -> None:
-        classes = "For class numbers use likelihood='categorical'."
-        check_same_shape(outputs, targets, classes)
+        check_same_shape(outputs, targets)
         if not targets.is_floating_point():
             raise DataError(
                 f"Targets: expected a floating type for the Gaussian likelihood, got "
-                f"{targets.dtype}. Convert real numbers with .float(). {classes} For 0 or 1 use "
+                f"{targets.dtype}. Convert real numbers with .float(). {CLASSES} For 0 or 1 use "
                 "'bernoulli'."
             )
         if not bool(targets.isfinite().all()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -22,7 +22,6 @@ from deltabars.errors import DataError, first_line
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.precision import with_own_numbers
 
-LABELS = ("labels", "label")  # of which the first that is there has the targets
 _READ_SIZE = 1024  # examples a batch, where the data do not come in batches
 _MIX = -7046029254386353131  # an odd 64-bit constant: 2^64 divided by the golden ratio
 
@@ -37,9 +36,7 @@ Ranges = tuple[tuple[tuple[int, ...], float, float], ...]  # by leaf: see `Signa
 
 def leaves(inputs: Inputs) -> list[Tensor]:
     """Return the tensors of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    return list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    return tree_leaves(inputs)
 
 
 def ranges_of(inputs: Inputs) -> Ranges:
@@ -54,11 +51,7 @@ def ranges_of(inputs: Inputs) -> Ranges:
 
 def map_leaves(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     """Apply `function` to each tensor of one batch's inputs."""
-    if isinstance(inputs, Tensor):
-        return function(inputs)
-    if isinstance(inputs, dict):
-        return {name: function(leaf) for name, leaf in inputs.items()}
-    return tuple(function(leaf) for leaf in inputs)
+    return tree_map(function, inputs)
 
 
 @dataclass(frozen=True)
@@ -77,17 +70,12 @@ class Signature:
         dtypes = tuple(str(leaf.dtype) for leaf in parts)
         return cls(names, dtypes, tuple(tuple(leaf.shape[1:]) for leaf in parts))
 
-    @property
-    def count(self) -> int:
-        """How many tensors one example's input has."""
-        return len(self.dtypes)
-
     def merge(self, other: Signature) -> Signature:
         """Return the signature of two batches together; shapes that differ are left open."""
         if (self.names, self.dtypes) != (other.names, other.dtypes):
             raise DataError(f"Data: expected batches of one kind, got {self} and then {other}.")
         pairs = zip(self.shapes, other.shapes, strict=True)
-        return Signature(self.names, self.dtypes, tuple(a if a == b else None for a, b in pairs))
+        return replace(self, shapes=tuple(a if a == b else None for a, b in pairs))
 
     def check(self, inputs: Inputs, also: str) -> None:
         """Raise DataError unless `inputs` are of the kind the model was fitted with.
@@ -95,11 +83,10 @@ class Signature:
         Floating inputs may be of the type `also` as well, that of the computation.
         """
         got = Signature.of(inputs)
-        if (self.names, self.count) == (got.names, got.count) and all(
+        pairs = zip(self.dtypes, got.dtypes, self.shapes, got.shapes, strict=False)
+        if (self.names, len(self.dtypes)) == (got.names, len(got.dtypes)) and all(
             (a == b or ("float" in a and b == also)) and shape in (None, found)
-            for a, b, shape, found in zip(
-                self.dtypes, got.dtypes, self.shapes, got.shapes, strict=True
-            )
+            for a, b, shape, found in pairs
         ):
             return
         advice = "Convert or reshape them."
@@ -108,12 +95,7 @@ class Signature:
         raise DataError(f"Inputs: expected {self}, as in the training data, got {got}. {advice}")
 
     def generate(self, ranges: Ranges, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """Make inputs with numbers that fill the ranges evenly; the same ones always.
-
-        Args:
-            ranges: the shape of one example, the least and the largest number, by leaf.
-            device, dtype: of the inputs; the type of floating ones.
-        """
+        """Make inputs with numbers that fill the ranges evenly; floating ones are of `dtype`."""
         parts, start = [], 1
         for name, (shape, low, high) in zip(self.dtypes, ranges, strict=True):
             kind = getattr(torch, name.removeprefix("torch."))
@@ -131,11 +113,11 @@ class Signature:
 
     def __str__(self) -> str:
         """Return one line for messages, such as `torch.float32 (B, 1, 28, 28)`."""
-        names = self.names or ("",) * self.count
+        names = self.names or ("",) * len(self.dtypes)
         parts = []
         for name, dtype, shape in zip(names, self.dtypes, self.shapes, strict=True):
-            sizes = "…" if shape is None else ", ".join(map(str, shape))
-            parts.append(f"{name + ' ' if name else ''}{dtype} (B{', ' if sizes else ''}{sizes})")
+            sizes = ", ".join(map(str, ("B", "…") if shape is None else ("B", *shape)))
+            parts.append(f"{name} {dtype} ({sizes})".strip())
         return " and ".join(parts)
 
 
@@ -154,12 +136,11 @@ class Batch:
         for start in range(0, len(self), size):
             yield self.rows(slice(start, start + size))
 
-    def having(self, counts: Tensor | None) -> Batch:
-        """Select the examples that count by a mask (B,), which may be none; all without a mask."""
-        return self if counts is None else self.rows(counts.cpu())
-
-    def rows(self, index: slice | Tensor) -> Batch:
-        """Select examples."""
+    def rows(self, index: slice | Tensor | None) -> Batch:
+        """Select examples, by indices or a mask; all of them without."""
+        if index is None:
+            return self
+        index = index.cpu() if isinstance(index, Tensor) else index
         targets = None if self.targets is None else self.targets[index]
         return Batch(map_leaves(lambda leaf: leaf[index], self.inputs), targets)
 
@@ -180,21 +161,16 @@ def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
 
     Only the examples that have a target are taken (see `Likelihood.counted`).
     """
-    if isinstance(raw, Mapping):
-        key = label_key(raw)
-        if key is None:
-            raise DataError(
-                f"Data: expected mapping batches with an entry 'label' or 'labels', got "
-                f"{sorted(raw)}. Rename the one with the targets."
-            )
+    if isinstance(raw, Mapping) and (key := label_key(raw)) is not None:
         inputs: Any = {name: value for name, value in raw.items() if name != key}
         targets = raw[key]
     elif isinstance(raw, tuple | list) and len(raw) >= 2:
         inputs, targets = (raw[0] if len(raw) == 2 else tuple(raw[:-1])), raw[-1]
     else:
+        got = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
         raise DataError(
-            "Data: expected batches (inputs, targets) or mappings with 'labels' or 'label', got "
-            f"{type(raw).__name__}."
+            "Data: expected batches (inputs, targets), or mapping batches with an entry 'label' or "
+            f"'labels', got {got}."
         )
     inputs, targets = _as_inputs(inputs), _as_tensor(targets, "targets")
     batch = Batch(inputs, targets)
@@ -203,7 +179,7 @@ def labelled(raw: Any, counted: Counted = lambda targets: None) -> Batch:
             f"Data: expected one target for each of {len(batch)} inputs, got targets of shape "
             f"{tuple(targets.shape)}."
         )
-    return batch.having(counted(targets))
+    return batch.rows(counted(targets))
 
 
 def unlabelled(raw: Any, signature: Signature) -> Batch:
@@ -227,7 +203,7 @@ def _apart(raw: Any, signature: Signature) -> tuple[Any, Any]:
             targets, raw = raw[key], {name: raw[name] for name in raw if name != key}
     elif isinstance(raw, tuple | list) and len(raw) == 2 and not isinstance(raw[0], Tensor):
         raw, targets = raw  # ((input, input), targets) or ({name: input}, targets)
-    elif isinstance(raw, tuple | list) and len(raw) == signature.count + 1:
+    elif isinstance(raw, tuple | list) and len(raw) == len(signature.dtypes) + 1:
         raw, targets = tuple(raw[:-1]), raw[-1]
     if isinstance(raw, tuple | list) and len(raw) == 1:
         raw = raw[0]
@@ -236,13 +212,13 @@ def _apart(raw: Any, signature: Signature) -> tuple[Any, Any]:
 
 def label_key(raw: Mapping[Any, Any]) -> str | None:
     """Return the entry of a mapping that has the targets; None where it has none."""
-    return next((key for key in LABELS if key in raw), None)
+    return next((key for key in ("labels", "label") if key in raw), None)
 
 
 def as_tensors(data: Any) -> Any:
     """Return data whose NumPy arrays, in tuples, lists and mappings, have become tensors."""
     if isinstance(data, np.ndarray):
-        return _from_array(data, "data")
+        return _as_tensor(data, "data")
     if isinstance(data, Mapping) and any(isinstance(each, np.ndarray) for each in data.values()):
         return {name: as_tensors(value) for name, value in data.items()}
     if isinstance(data, tuple | list) and any(hasattr(part, "__array__") for part in data):
@@ -257,28 +233,22 @@ def collated(rows: list[Any]) -> Any:
     """
     if not isinstance(rows[0], Mapping):
         return default_collate(rows)
-    return {name: _column([row[name] for row in rows], str(name)) for name in rows[0]}
-
-
-def _column(values: list[Any], name: str) -> Tensor:
-    try:
-        return torch.stack([torch.as_tensor(value) for value in values])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"Data: expected numbers of one shape in the column {name!r}, got "
-            f"{type(values[0]).__name__} ({first_line(error).rstrip('.')}). Leave the column out "
-            "(remove_columns), tokenise texts with padding, and turn pictures into tensors."
-        ) from error
+    joined = {}
+    for name in rows[0]:
+        try:
+            joined[name] = torch.stack([torch.as_tensor(row[name]) for row in rows])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"Data: expected numbers of one shape in the column {name!r}, got "
+                f"{type(rows[0][name]).__name__} ({first_line(error).rstrip('.')}). Leave the "
+                "column out (remove_columns), tokenise texts with padding, and turn pictures into "
+                "tensors."
+            ) from error
+    return joined
 
 
 def iterate(data: Any, batch_size: int) -> Iterable[Any]:
-    """Return the raw batches of one pass over `data`; call it again for another pass.
-
-    Args:
-        data: a DataLoader or another re-iterable of batches, a Dataset, tensors, a tuple of
-            tensors, or a mapping of tensors.
-        batch_size: for data that does not come in batches.
-    """
+    """Return the raw batches of one pass over data; `batch_size` is for those without batches."""
     if isinstance(data, DataLoader):
         return data
     data = as_tensors(data)
@@ -315,11 +285,14 @@ def is_fixed(data: Any) -> bool:
 
 def count_of(data: Any) -> int:
     """Return how many examples fixed data have, which all their tensors must agree on."""
-    parts = [_as_tensor(leaf, "data") for leaf in tree_leaves(_plain(data))]
+    return _common_count([_as_tensor(leaf, "data") for leaf in tree_leaves(plain(data))])
+
+
+def _common_count(parts: list[Tensor]) -> int:
     counts = {part.shape[0] if part.ndim else None for part in parts}
     if len(counts) > 1 or None in counts:
         raise DataError(
-            "Data: expected tensors with one first dimension, got shapes "
+            "Data: expected tensors whose first dimension counts examples, got shapes "
             f"{[tuple(part.shape) for part in parts]}."
         )
     return parts[0].shape[0] if parts else 0
@@ -327,35 +300,25 @@ def count_of(data: Any) -> int:
 
 def cut(data: Any, index: slice | Tensor) -> Any:
     """Select some of the examples of fixed data."""
-    return tree_map(lambda leaf: leaf[index], _plain(data))
+    return tree_map(lambda leaf: leaf[index], plain(data))
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
     """Return nested data with plain dictionaries, which torch's tree functions know."""
     if isinstance(data, Mapping):
-        return {name: _plain(value) for name, value in data.items()}
-    return tuple(map(_plain, data)) if isinstance(data, tuple | list) else data
-
-
-def check_can_be_read_again(data: Any) -> None:
-    """Refuse data that one pass uses up."""
-    if isinstance(data, Iterator):
-        raise DataError(
-            "Data: expected data that can be read more than once, got a one-pass iterator "
-            f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
-        )
+        return {name: plain(value) for name, value in data.items()}
+    return tuple(map(plain, data)) if isinstance(data, tuple | list) else data
 
 
 def check_not_batches(inputs: list[Any], signature: Signature) -> None:
     """Refuse a list of batches of inputs, whose last one would pass for targets."""
     last = inputs[-1] if inputs else None
-    if isinstance(last, Tensor) and len(inputs) == signature.count + 1:
+    if isinstance(last, Tensor) and len(inputs) == len(signature.dtypes) + 1:
         kind = (str(last.dtype), tuple(last.shape[1:]))
         if kind in zip(signature.dtypes, signature.shapes, strict=True):
             raise DataError(
-                "Inputs: expected inputs, or inputs and targets, got a list with one tensor of "
-                "inputs more than the model takes. Join batches with torch.cat, or give a "
-                "DataLoader."
+                "Inputs: expected inputs, or inputs and targets, got one tensor of inputs more. "
+                "Join batches with torch.cat, or give a DataLoader."
             )
 
 
@@ -370,56 +333,42 @@ def _as_inputs(raw: Any) -> Inputs:
         inputs = tuple(_as_tensor(value, "inputs") for value in raw)
     else:
         inputs = _as_tensor(raw, "inputs")
-    counts = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(inputs)}
-    if None in counts or len(counts) > 1:
-        shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
-        raise DataError(
-            f"Inputs: expected tensors whose first dimension counts examples, got shapes {shapes}."
-        )
+    _common_count(leaves(inputs))
     return inputs
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
-    if isinstance(value, np.ndarray):
-        return _from_array(value, what)
-    if not isinstance(value, Tensor):
+    """Return a tensor as it is, and an array as one that shares its memory where torch can."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray):
         raise DataError(
             f"Data: expected tensors or NumPy arrays, got {type(value).__name__} for {what}. Of a "
             "datasets.Dataset in a DataLoader: dataset.set_format('torch')."
         )
-    return value
-
-
-def _from_array(array: np.ndarray, what: str) -> Tensor:
-    """Return an array of numbers as a tensor, which shares its memory where torch can."""
-    if array.dtype.kind not in "biufc":
+    if value.dtype.kind not in "biufc":
         raise DataError(
-            f"Data: expected numbers, got an array of {array.dtype} for {what}. Give categories "
+            f"Data: expected numbers, got an array of {value.dtype} for {what}. Give categories "
             "numbers first, and arrays of objects a type: array.astype(numpy.float32)."
         )
-    plain = array.astype(array.dtype.newbyteorder("="), copy=False)
-    strided = all(stride >= 0 for stride in plain.strides)
-    return torch.from_numpy(plain if plain.flags.writeable and strided else plain.copy())
+    own = value.astype(value.dtype.newbyteorder("="), copy=False)
+    strided = all(stride >= 0 for stride in own.strides)
+    return torch.from_numpy(own if own.flags.writeable and strided else own.copy())
 
 
 class TrainingData:
-    """Serve N examples, the same ones on every pass.
+    """Serve N examples, the same ones on every pass, without those that have no target.
 
     The first pass checks and counts them, and keeps them on the device if they fit `budget` bytes;
     otherwise every pass reads them again. Data that come from a loader are read a second time at
     once, to make sure that a pass repeats, in any order. The order of a loader that shuffles with
-    torch's generator differs from pass to pass, and is the same in every run. Examples without a
-    target are left out on every pass.
-
-    Args:
-        data: those of this process (see `sharding.own_part`).
-        source: where the split between processes comes from; `"whole"` for one process.
+    torch's generator differs from pass to pass, and is the same in every run.
 
     Attributes:
-        num_examples: N, over all processes.
+        source: by whom they are split (see `sharding.own_part`); `"whole"` for one process.
+        num_examples, left_out: with a target (N) and without, over all processes.
         num_here: in this process; `counts` has them for every process.
         fingerprint: of all examples, in any order.
-        left_out: how many examples have no target, over all processes.
     """
 
     def __init__(
@@ -459,11 +408,7 @@ class TrainingData:
     def _read_first(
         self, budget: int, report: Callable[[int, str], None]
     ) -> tuple[Signature | None, int]:
-        """Check, count and keep the examples of this process.
-
-        Returns:
-            What an input consists of, None without examples; and how many have no target.
-        """
+        """Check, count and keep the examples here; return their kind and how many were left out."""
         kept: list[Batch] | None = []
         fixed = is_fixed(self._data)
         signature: Signature | None = None
@@ -472,12 +417,12 @@ class TrainingData:
             whole = labelled(raw)
             read += len(whole)
             assert whole.targets is not None
-            batch = whole.having(self._counted(whole.targets)).to(self._device)
+            batch = whole.rows(self._counted(whole.targets)).to(self._device)
             if not len(batch):
                 continue
             _check_finite(batch)
             found = Signature.of(batch.inputs)
-            signature = found if signature is None else signature.merge(found)
+            signature = (signature or found).merge(found)
             self.num_here += len(batch)
             self._fingerprint_here = _add(self._fingerprint_here, batch)
             report(self.num_here, "read")
@@ -529,7 +474,7 @@ class TrainingData:
         return iter(with_own_numbers(iterate(self._data, _READ_SIZE), self._passes))
 
     def _check_repeats(self, report: Callable[[int, str], None]) -> None:
-        count, fingerprint = 0, 0
+        count = fingerprint = 0
         for batch in self._read():
             count += len(batch)
             fingerprint = _add(fingerprint, batch.to(self._device))

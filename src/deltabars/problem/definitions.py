@@ -15,7 +15,7 @@ formulas. Each function takes the arguments of torch's own, and returns what tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,46 +51,24 @@ def _gru(a: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     return ((1 - u) * n + u * h,)
 
 
-def _cell(
-    step: Step,
-    inputs: Tensor,
-    state: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
+def _cell(step: Step, inputs: Tensor, state: Any, *weights: Any) -> Any:
     """Compute one step, as `torch.lstm_cell` and its like take it."""
+    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
     states = tuple(state) if isinstance(state, list | tuple) else (state,)
     new = step(F.linear(inputs, w_ih, b_ih), states, w_hh, b_hh)
     return new[0] if len(new) == 1 else new
 
 
 def _recurrent(whole: Any, step: Step, *args: Any) -> Any:
-    """Compute a recurrent layer step by step; whole where it has packed sequences or dropout.
+    """Compute all steps of all layers, as `torch.lstm` and its like take them.
 
-    On a GPU that is not cuDNN's then, which lacks derivatives.
+    Packed sequences and dropout take the whole; on a GPU not cuDNN's, which lacks derivatives.
     """
     packed = isinstance(args[3], list | tuple)  # (data, batch sizes, state, weights, …)
     if packed or (args[5] > 0 and args[6]):
         with torch.backends.cudnn.flags(enabled=False):
             return whole(*args)
-    return _steps(step, *args)
-
-
-def _steps(
-    step: Step,
-    inputs: Tensor,
-    start: Any,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
-    """Compute all steps of all layers, as `torch.lstm` and its like take them."""
+    inputs, start, weights, has_biases, num_layers, _, _, bidirectional, batch_first = args
     starts = tuple(start) if isinstance(start, list | tuple) else (start,)
     ways = 2 if bidirectional else 1
     each = len(weights) // (num_layers * ways)
@@ -119,24 +97,16 @@ def _steps(
     return (x if batch_first else x.transpose(0, 1), *last)
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    *options: Any,
-    **more: Any,
-) -> Tensor:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None, **options: Any) -> Tensor:
     """Look up rows with their true derivatives, which neither are sparse nor depend on the batch.
 
     The row of the padding is a constant: torch's backward derivatives say so, its forward ones
     do not, and Hessian products take both.
     """
-    rows = F.embedding(input, weight, None, max_norm, norm_type)
+    rows = F.embedding(input, weight, None, options["max_norm"], options["norm_type"])
     if padding_idx is None:
         return rows
-    return rows.detach().where(_is_padding(input, weight, padding_idx)[..., None], rows)
+    return rows.detach().where((input == padding_idx % len(weight))[..., None], rows)
 
 
 def _embedding_bag(
@@ -161,17 +131,13 @@ def _embedding_bag(
     rows = F.embedding(input, weight, None, max_norm, norm_type)  # (B, L, D)
     counted = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
-        counted = ~_is_padding(input, weight, padding_idx)
+        counted = input != padding_idx % len(weight)
     if mode == "max":
         highest = rows.masked_fill(~counted[..., None], -torch.inf).amax(1)
         return highest.where(counted.any(1, keepdim=True), 0.0)
     scales = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = (rows * scales[..., None]).sum(1)
     return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total
-
-
-def _is_padding(input: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    return input == padding_idx % weight.shape[0]
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

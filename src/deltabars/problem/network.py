@@ -68,15 +68,9 @@ _SHARE = 32  # of a batch one example more is run a second time for so many
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """The outputs z of a model, as a function of `parameters` around the trained values ω̂.
+    """The outputs z of a model, as a function of `parameters` around the trained values ω̂."""
 
-    Attributes:
-        model: a private copy of the user's module.
-        weights: the fingerprint of the module's state.
-        given: the module itself, until the copy is verified.
-    """
-
-    model: torch.nn.Module
+    model: torch.nn.Module  # a private copy of the user's
     parameters: ParameterSpace
     trained: Mapping[str, Tensor]  # ω̂ by name, copied, on `device` in `dtype`
     constants: Mapping[str, Tensor]  # the other parameters and the buffers, likewise
@@ -85,8 +79,8 @@ class Network:
     # By parameter: derivatives are by ω/scale, that is, times the scale; empty for plain ones.
     scales: Mapping[str, float] = field(default_factory=dict)
     deterministic: bool = False  # whether a GPU is to give the same bits each time
-    weights: str = ""
-    given: torch.nn.Module | None = None
+    weights: str = ""  # the fingerprint of the module's state
+    given: torch.nn.Module | None = None  # the module itself, until the copy is verified
 
     @classmethod
     def capture(
@@ -117,10 +111,10 @@ class Network:
                 )
             own = state[space.names[0]].dtype
             kind = working_dtype(own, dtype)
+            types = {name: kind for name in state if state[name].is_floating_point()}
             try:
                 place = torch.device(device) if device is not None else next(iter(devices))
                 with torch.inference_mode(False):  # derivatives cannot be taken of what it makes
-                    types = {name: kind for name in state if state[name].is_floating_point()}
                     copies = {
                         name: value.detach().to(place, types.get(name), copy=True)
                         for name, value in state.items()
@@ -133,11 +127,10 @@ class Network:
             digest = weights_fingerprint(model)
             private = private_copy(model, copies, own, kind)
         weights = [name for name in state if isinstance(state[name], torch.nn.Parameter)]
-        bad = [name for name in weights if not bool(copies[name].isfinite().all())]
+        bad = ", ".join([name for name in weights if not copies[name].isfinite().all()][:6])
         if bad:
             raise ModelError(
-                f"Expected finite weights, got NaN or infinity in {', '.join(bad[:6])}. "
-                "Did the training diverge?"
+                f"Expected finite weights, got NaN or infinity in {bad}. Did the training diverge?"
             )
         trained = {name: copies.pop(name) for name in space.names}
         place = trained[space.names[0]].device  # "cuda" has become "cuda:0"
@@ -148,12 +141,10 @@ class Network:
     def verified(self, inputs: Inputs) -> Network:
         """Check on some inputs that the private copy computes what the module computes, on its own.
 
-        Raises:
-            ModelError: the copy uses tensors of the module, or some of its own other than by way of
-                their module, so that derivatives miss them; or it computes something else.
+        It must not use tensors of the module, or some of its own other than by way of their module,
+        so that derivatives miss them.
         """
-        given = self.given
-        if given is None:
+        if (given := self.given) is None:
             return self
         named = [*named_state(given).items(), *named_state(self.model).items()]
         calls = _Calls()
@@ -186,9 +177,8 @@ class Network:
     def is_random(self, inputs: Inputs) -> bool:
         """Return whether the same inputs give different outputs from pass to pass.
 
-        A pass that draws random numbers is suspected, and repeated far more often, so that what
-        happens in a few passes of a hundred is seen. Cost: up to `_PASSES` on two inputs, for as
-        long as `_SECONDS`.
+        Two inputs are passed up to `_PASSES` times, for as long as `_SECONDS`: far more often where
+        random numbers are drawn, so that what happens in a few passes of a hundred is seen.
         """
         few = map_leaves(lambda leaf: leaf[:2], inputs)
         suspected = draws_numbers(lambda: self.outputs(self.trained, few))
@@ -198,8 +188,7 @@ class Network:
                 return True
             if time.perf_counter() - started > _SECONDS[suspected]:
                 break
-        whole = self.outputs(self.trained, inputs)
-        return not same_outputs(self.outputs(self.trained, inputs), whole)
+        return not same_outputs(*(self.outputs(self.trained, inputs) for _ in range(2)))
 
     @property
     def point(self) -> Tensor:
@@ -211,11 +200,10 @@ class Network:
         """The scales of all parameters, (P,); None where all are 1."""
         if not self.scales:
             return None
-        parts = (
-            torch.full((size,), self.scales[name], dtype=torch.float64)
-            for name, size in zip(self.parameters.names, self.parameters.sizes, strict=True)
-        )
-        return torch.cat([*parts]).to(self.device, self.dtype)
+        parts = {
+            name: torch.full_like(each, self.scales[name]) for name, each in self.trained.items()
+        }
+        return self.parameters.flatten(parts)
 
     def _variables(self) -> dict[str, Tensor]:
         """Return copies of the trained values to take derivatives by."""
@@ -283,10 +271,8 @@ class Network:
     def check_independence(self, inputs: Inputs, outputs: Tensor, *, closely: bool = False) -> None:
         """Refuse outputs (B, C) that are others where an example has other company.
 
-        A few examples are run again, in another order. `closely` for a batch drawn from this one
-        with replacement, of the same size; for a part of it, backwards; and for examples alone.
-
-        Cost: a forward pass over 1/32 of the examples, and two more; `closely`, about two passes.
+        A few examples are run again, in another order; `closely`, as many, drawn with replacement,
+        half of them backwards, and some alone.
         """
         count, outputs = len(outputs), outputs.detach()
         if count == 1:
@@ -340,9 +326,9 @@ class Network:
             step = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             return value * (1 + eps * step.to(value.device)).to(value.dtype)
 
-        trained = {name: rounded(value) for name, value in self.trained.items()}
-        constants = {name: rounded(value) for name, value in self.constants.items()}
-        moved = replace(self, constants=constants).outputs(trained, map_leaves(rounded, inputs))
+        state = {**self.trained, **self.constants}
+        state = {name: rounded(value) for name, value in state.items()}
+        moved = self.outputs(state, map_leaves(rounded, inputs))
         return (moved - outputs).abs().amax(0)
 
     def same_bits(self) -> AbstractContextManager[None]:
@@ -351,11 +337,7 @@ class Network:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Compute in full precision, and models that were compiled as they were written.
-
-        Another thread waits until this one is done with the copy, whose parameters are others in
-        the meantime.
-        """
+        """Compute in full precision, models as they were written, and in one thread at a time."""
         # Without `_dynamo` nothing is compiled, and importing it takes seconds.
         eager = _AS_WRITTEN() if "torch._dynamo" in sys.modules else nullcontext()
         with _TURNS.at(self.model), full_precision(self.device), self.same_bits(), eager, _plain():
@@ -404,15 +386,10 @@ def _plain() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a network computes, to tell it from others with the same weights.
+    """What a network computes, to tell it from others with the same weights."""
 
-    Attributes:
-        ranges: of the generated inputs (see `Signature.generate`); empty where there are none.
-        outputs: of those inputs, in float64.
-    """
-
-    ranges: Ranges
-    outputs: Tensor
+    ranges: Ranges  # of generated inputs (see `Signature.generate`); empty where there are none
+    outputs: Tensor  # of those inputs, in float64
 
     @classmethod
     def of(cls, network: Network, signature: Signature, ranges: Ranges) -> Behaviour:
@@ -453,31 +430,21 @@ def _generated_outputs(network: Network, signature: Signature, ranges: Ranges) -
 class AsDefined(TorchFunctionMode):
     """Computes operations by their `DEFINITIONS`; it costs a microsecond a call."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, or what it is made of."""
         return DEFINITIONS.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Calls(TorchFunctionMode):
-    """Notes what torch's functions take and return.
-
-    Attributes:
-        taken: the identities of what they take.
-        kinds: the floating types of what they return: a model may compute a part in float16.
-        bytes: that they return in all.
-    """
+    """Notes what torch's functions take and return."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: set[int] = set()
-        self.kinds: set[torch.dtype] = set()
-        self.bytes = 0
+        self.taken: set[int] = set()  # identities of what they take
+        self.kinds: set[torch.dtype] = set()  # floating types: a part may be computed in float16
+        self.bytes = 0  # that they return in all
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and note its arguments and the types of its results."""
         result = func(*args, **(kwargs or {}))
         self.taken |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
@@ -490,9 +457,7 @@ class _Calls(TorchFunctionMode):
 def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Return the arguments of a forward pass, in tensors that it may change."""
     own = map_leaves(torch.clone, inputs)
-    if isinstance(own, dict):
-        return (), own
-    return (own if isinstance(own, tuple) else (own,)), {}
+    return ((), own) if isinstance(own, dict) else (own if isinstance(own, tuple) else (own,), {})
 
 
 def same_outputs(a: Tensor, b: Tensor) -> bool:
@@ -509,18 +474,13 @@ def model_errors(advice: str = "") -> Iterator[None]:
     """Say in terms of the user's model what `torch.func` could not do with it; and an advice."""
     try:
         yield
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         if ran_out(error):
             raise
         raise ModelError(
             "Model: expected a forward pass that takes inputs of this shape and type and that "
             "torch can differentiate (no in-place changes of buffers, no branches on values); "
             f"torch says: {first_line(error)}{advice}"
-        ) from error
-    except AttributeError as error:
-        raise ModelError(
-            f"Model: expected a forward pass that runs, got an error ({first_line(error)}). Was a "
-            "part of the model deleted or renamed?"
         ) from error
 
 
@@ -539,8 +499,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 def _logits(result: object) -> Tensor:
     if isinstance(result, Mapping) and "logits" in result:
         result = result["logits"]
-    elif not isinstance(result, Tensor) and hasattr(result, "logits"):
-        result = result.logits
+    result = getattr(result, "logits", result)
     if isinstance(result, Tensor) and result.ndim == 2:
         return result
     got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__

@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from numbers import Real
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,7 @@ _SAME = 1e-9  # relative: levels of parameters that are meant to be one
 
 
 def plain_model(model: Any) -> nn.Module:
-    """Return the module within those that train it on several processes, or compile it.
-
-    Raises:
-        ModelError: it is no module, has no code of Python or no weights yet, or each process has a
-            part of its parameters alone.
-    """
+    """Return the module within those that train it on several processes, or compile it."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     while (inside := as_written(model)) is not model or isinstance(model, _WRAPPERS):
@@ -69,12 +64,9 @@ def plain_model(model: Any) -> nn.Module:
             "on the meta device or not initialised. Load the weights first: "
             "model.to_empty(device=…) and load_state_dict(…), or one forward pass of a lazy module."
         )
-    sharded = (
-        _kind("torch.distributed.tensor", "DTensor"),
-        _kind("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    )
     for part in (*model.modules(), *tensors.values()):
-        if isinstance(part, tuple(kind for kind in sharded if kind is not None)):
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if kinds & {"DTensor", "FullyShardedDataParallel"}:
             raise ModelError(
                 f"model: expected whole parameters on every process, got {type(part).__name__}, "
                 "which has a part of them on each. Load a full state dict into a plain model: "
@@ -84,21 +76,12 @@ def plain_model(model: Any) -> nn.Module:
     return model
 
 
-@overload
-def as_written(given: str) -> str: ...
-@overload
-def as_written(given: nn.Module) -> nn.Module: ...
-def as_written(given: str | nn.Module) -> str | nn.Module:
+def as_written(given: Any) -> Any:
     """Return the module that was compiled, or the name of a parameter in it; others as they are."""
     if isinstance(given, str):
         return given.replace(f"{_COMPILED}.", "")
-    compiled = _kind("torch._dynamo.eval_frame", "OptimizedModule")
-    return getattr(given, _COMPILED) if compiled and isinstance(given, compiled) else given
-
-
-def _kind(module: str, name: str) -> type | None:
-    """Look up a class of torch, where its module is in use; None where it is not."""
-    return getattr(sys.modules.get(module), name, None)
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return getattr(given, _COMPILED) if isinstance(given, compiled) else given
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -116,16 +99,11 @@ def private_copy(
     to the device of the state, and from the type `own` to `kind`. What trains or feeds the module,
     and attributes that cannot be copied (locks, files), are shared. Closures in its attributes that
     refer to modules refer to their copies.
-
-    Raises:
-        ModelError: it cannot be copied.
     """
     memo: dict[int, Any] = {}
-    device, there = (
-        next(iter(named_state(model).values())).device,
-        next(iter(state.values())).device,
-    )
-    for name, value in named_state(model).items():
+    theirs = named_state(model)
+    device, there = (next(iter(each.values())).device for each in (theirs, state))
+    for name, value in theirs.items():
         mine = state[name].detach()  # another tensor, with the same memory
         is_parameter = isinstance(value, nn.Parameter)
         memo[id(value)] = nn.Parameter(mine, value.requires_grad) if is_parameter else mine
@@ -143,7 +121,11 @@ def private_copy(
             compiled.append(leaf)
         function = leaf.func if isinstance(leaf, partial) else leaf
         if isinstance(function, types.FunctionType) and function.__closure__:
-            closures.append((function, _with_new_cells(function)))
+            cells = tuple(types.CellType() for _ in function.__closure__)  # to be filled
+            of = function.__code__, function.__globals__, function.__name__, function.__defaults__
+            new = types.FunctionType(*of, cells)
+            new.__kwdefaults__ = function.__kwdefaults__
+            closures.append((function, new))
     memo |= {id(old): new for old, new in closures}
 
     def copied(memo: dict[int, Any]) -> nn.Module:
@@ -152,7 +134,9 @@ def private_copy(
         whole = copy.deepcopy(model, memo)
         for old, new in closures:
             for mine, cell in zip(new.__closure__ or (), old.__closure__ or (), strict=True):
-                mine.cell_contents = _of_copy(cell.cell_contents, memo)
+                value = cell.cell_contents  # parts of the copy, and all else as it is
+                is_part = isinstance(value, nn.Module | types.MethodType) or id(value) in memo
+                mine.cell_contents = copy.deepcopy(value, memo) if is_part else value
         return whole
 
     try:
@@ -174,28 +158,10 @@ def private_copy(
     for module in private.modules():
         vars(module).update({name: OrderedDict() for name in _UNUSED_HOOKS}, training=False)
         if parametrize.is_parametrized(module):  # its class is its own, which changes would change
-            of: Any = type(module)
-            names = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
-            module.__class__ = type(of)(of.__name__, of.__bases__, names)
+            kept: Any = type(module)
+            names = {k: v for k, v in vars(kept).items() if k not in ("__dict__", "__weakref__")}
+            module.__class__ = type(kept)(kept.__name__, kept.__bases__, names)
     return private
-
-
-def _with_new_cells(function: types.FunctionType) -> types.FunctionType:
-    """Copy a function whose closure is to be filled."""
-    cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    of = function.__code__, function.__globals__, function.__name__, function.__defaults__
-    mine = types.FunctionType(*of, cells)
-    mine.__kwdefaults__ = function.__kwdefaults__
-    return mine
-
-
-def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return what a closure of the copy refers to: parts of the copy, and all else as it is."""
-    is_part = isinstance(value, nn.Module | types.MethodType) or id(value) in memo
-    return copy.deepcopy(value, memo) if is_part else value
-
-
-Predicate = Callable[..., bool]
 
 
 @dataclass(frozen=True)
@@ -206,8 +172,8 @@ class LastLayer:
         """Name the parameters held directly by the last registered module that holds any."""
         last: list[str] = []
         for prefix, module in model.named_modules():
-            own = [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)]
-            last = [as_written(name) for name in own] or last
+            own = module.named_parameters(prefix=prefix, recurse=False)
+            last = [as_written(name) for name, _ in own] or last
         if not last:
             raise ModelError("Expected a model with parameters, got one without any.")
         return last
@@ -217,15 +183,14 @@ class LastLayer:
 
 
 L2Rates = float | Mapping[str, float]
-Selection = str | Sequence[str] | Predicate | LastLayer | None
+Selection = str | Sequence[str] | Callable[..., bool] | LastLayer | None
 
 
 def last_layer(model: torch.nn.Module | None = None) -> LastLayer | list[str]:
     """Select the parameters of a model's last layer: `fit(…, params=last_layer())`.
 
-    The last layer is the last module, in the order of registration, that holds parameters of its
-    own; `fit` checks that it produces the model's outputs. With a model the names are returned, to
-    look at them.
+    The last layer is the last module registered that holds parameters of its own; `fit` checks that
+    it produces the model's outputs. With a model the names are returned, to look at them.
 
     Example:
         >>> import torch, deltabars
@@ -255,30 +220,28 @@ class ParameterSpace:
     @property
     def slices(self) -> dict[str, slice]:
         """Where in the flat vector each parameter is."""
-        ends = list(accumulate(self.sizes))
-        return {
-            name: slice(end - size, end)
-            for name, size, end in zip(self.names, self.sizes, ends, strict=True)
-        }
+        ends = [0, *accumulate(self.sizes)]
+        return {name: slice(*pair) for name, pair in zip(self.names, pairwise(ends), strict=True)}
 
     @classmethod
     def select(cls, model: torch.nn.Module, selection: Selection = None) -> ParameterSpace:
-        """Select the parameters of `model` that `selection` names.
+        """Select the parameters of `model` that `selection` names; tied weights count once.
 
         Args:
-            model: any module. Tied weights count once, under their first name.
+            model: any module.
             selection: `None` for all; a shell-style name pattern or a list of them (`"fc*"`,
                 `"*.bias"`); a predicate of the name, or of the name and the parameter;
                 or `last_layer()`.
-
-        Raises:
-            ModelError: the model has no parameters, or a selected one is frozen.
-            BadValueError: a pattern or a predicate selects nothing.
         """
         parameters = {as_written(name): value for name, value in model.named_parameters()}
-        if not parameters:
-            raise ModelError("Expected a model with parameters, got one without any.")
-        chosen = _chosen_names(model, parameters, selection)
+        if isinstance(selection, LastLayer) or not parameters:
+            selection = LastLayer().names(model)
+        if selection is None:
+            chosen = set(parameters)
+        elif callable(selection) and not isinstance(selection, nn.Module):
+            chosen = _by_predicate(parameters, selection)
+        else:
+            chosen = _by_patterns(model, parameters, selection)
         names = tuple(name for name in parameters if name in chosen)
         frozen = [name for name in names if not parameters[name].requires_grad]
         if frozen:
@@ -306,34 +269,13 @@ class ParameterSpace:
         }
 
 
-def _chosen_names(
-    model: torch.nn.Module, parameters: Mapping[str, Tensor], selection: Selection
-) -> set[str]:
-    if selection is None:
-        return set(parameters)
-    if isinstance(selection, LastLayer):
-        selection = selection.names(model)
-    if callable(selection) and not isinstance(selection, torch.nn.Module):
-        return _by_predicate(parameters, selection)
-    given = [selection] if isinstance(selection, str) else selection
-    patterns = list(given) if isinstance(given, Iterable) else []
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise BadValueError(
-            f"params: expected None, name patterns or a predicate, got {selection!r}. "
-            'Give patterns such as ["fc*", "*.bias"].'
-        )
-    return _by_patterns(model, parameters, patterns)
-
-
-def _by_predicate(parameters: Mapping[str, Tensor], predicate: Predicate) -> set[str]:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def _by_predicate(parameters: Mapping[str, Tensor], predicate: Callable[..., bool]) -> set[str]:
     taken = inspect.signature(predicate).parameters.values()
-    needed = [one for one in taken if one.kind in positional and one.default is one.empty]
-    chosen = {
-        name
-        for name, value in parameters.items()
-        if (predicate(name) if len(needed) == 1 else predicate(name, value))
-    }
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = sum(one.kind in positional and one.default is one.empty for one in taken)
+    by_name = takes == 1
+    given = parameters.items()
+    chosen = {n for n, value in given if (predicate(n) if by_name else predicate(n, value))}
     if not chosen:
         raise BadValueError(
             "params: expected a predicate that selects at least one parameter, got one that "
@@ -342,9 +284,14 @@ def _by_predicate(parameters: Mapping[str, Tensor], predicate: Predicate) -> set
     return chosen
 
 
-def _by_patterns(
-    model: torch.nn.Module, parameters: Mapping[str, Tensor], patterns: Sequence[str]
-) -> set[str]:
+def _by_patterns(model: nn.Module, parameters: Mapping[str, Tensor], selection: Any) -> set[str]:
+    given = [selection] if isinstance(selection, str) else selection
+    patterns = list(given) if isinstance(given, Iterable) else []
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise BadValueError(
+            f"params: expected None, name patterns or a predicate, got {selection!r}. "
+            'Give patterns such as ["fc*", "*.bias"].'
+        )
     first_name = {id(value): name for name, value in parameters.items()}
     named = model.named_parameters(remove_duplicate=False)
     aliases = {as_written(name): value for name, value in named}
@@ -367,36 +314,23 @@ def _few(names: Sequence[str], limit: int = 6) -> str:
 
 @dataclass(frozen=True)
 class Prior:
-    """The λ of a set of parameters.
+    """The λ of a set of parameters."""
 
-    Attributes:
-        given: what the user gave: a number, or numbers by name pattern.
-        level: λ in the coordinates ω' = ω/scale.
-        scales: by parameter, in which ω' is measured; empty where ω' is ω.
-    """
-
-    given: L2Rates
-    level: float
-    scales: Mapping[str, float]
+    given: L2Rates  # by the user: a number, or numbers by name pattern
+    level: float  # λ in the coordinates ω' = ω/scale
+    scales: Mapping[str, float]  # by parameter; empty where ω' is ω
 
     @classmethod
     def read(
         cls, l2: Any, space: ParameterSpace, scales: Mapping[str, float] | None = None
     ) -> Prior:
-        """Check what was given, for the parameters of `space`.
+        """Check λ > 0, or such numbers by name pattern, for the parameters of `space`.
 
-        Args:
-            l2: λ > 0, or a mapping from name patterns to such numbers. Where several patterns match
-                a parameter the last one counts, so that `{"*": 0.01, "*.bias": 1e-4}` does what it
-                says.
-            scales: coordinates that are chosen already; λ must be one number in them.
-
-        Raises:
-            BadValueError: a number that is not finite and above zero, a parameter without a λ, a
-                pattern without a parameter, or another ratio of λs than the scales have.
+        Where several patterns match a parameter the last one counts. If the coordinates (`scales`)
+        are chosen already, λ must be one number in them.
         """
         if not isinstance(l2, Mapping):
-            number = check_number(l2)
+            number = _check_number(l2)
             if scales:
                 raise BadValueError(
                     f"l2: expected a mapping from name patterns to numbers, like that of the fit, "
@@ -418,8 +352,6 @@ class Prior:
 
     def times(self, factor: float) -> Prior:
         """Multiply all λs by a number."""
-        if factor == 1:
-            return self
         return Prior(scaled(self.given, factor), factor * self.level, self.scales)
 
 
@@ -430,14 +362,12 @@ def scaled(l2: L2Rates, factor: float) -> L2Rates:
     return factor * l2
 
 
-def check_number(l2: Any) -> float:
+def _check_number(l2: Any) -> float:
     """Return λ as a float; refuse it unless it is finite and above zero."""
     if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
-        number, several = (
-            ("number", "PATTERN=NUMBER …")
-            if is_option("l2")
-            else ("Python number", "a mapping from name patterns to such numbers")
-        )
+        number, several = "Python number", "a mapping from name patterns to such numbers"
+        if is_option("l2"):
+            number, several = "number", "PATTERN=NUMBER …"
         raise BadValueError(
             f"l2: expected a finite {number} above zero (the weight decay of the training cost), "
             f"or {several}, got {l2!r}."
@@ -451,15 +381,11 @@ def _by_parameter(l2: Mapping[Any, Any], space: ParameterSpace) -> dict[str, flo
         if isinstance(value, Real) and value == 0:
             raise BadValueError(
                 f"l2: expected numbers above zero, got 0 for {pattern!r}. For parameters that were "
-                "trained without decay give a small one, such as 1e-4 of the others': what the "
-                "data say of them is then among the first eigenpairs."
+                "trained without decay give a small one, such as 1e-4 of the others'."
             )
-        number = check_number(value)
-        matched = (
-            [name for name in space.names if fnmatch.fnmatchcase(name, pattern)]
-            if isinstance(pattern, str)
-            else []
-        )
+        number = _check_number(value)
+        is_pattern = isinstance(pattern, str)
+        matched = [n for n in space.names if is_pattern and fnmatch.fnmatchcase(n, pattern)]
         if not matched:
             raise BadValueError(
                 f"l2: expected patterns that match a parameter, got {pattern!r}, which matches "

@@ -21,7 +21,6 @@ from deltabars.problem.data import (
     Batch,
     TrainingData,
     as_tensors,
-    check_can_be_read_again,
     leaves,
     map_leaves,
     ranges_of,
@@ -37,63 +36,39 @@ _COPIES = 6  # of the activations of a chunk, that derivatives take about
 _PROBE = 64  # examples that the model is tried on
 _AT_OPTIMUM = 0.5  # of the relative gradient: no initialisation comes near
 _HARDLY = 0.95  # of the mean loss of the best constant outputs
-TRAIN_ON = (
-    "Train on with this cost, or give the l2 that the network was trained with (weight_decay of "
-    "SGD and Adam; not of AdamW)."
-)
 
 
 class Totals(NamedTuple):
-    """Sums over examples.
+    """Sums over examples, in float64."""
 
-    Attributes:
-        sums: Σ lossₙ, Σ weightsₙ, how many labels are predicted right (NaN where targets are no
-            labels), and how many examples: (4,), float64.
-        gradient: ∂(Σ lossₙ)/∂ω, (P,), float64.
-        moments: of the targets (see `Likelihood.constant_answer`).
-    """
-
-    sums: Tensor
-    gradient: Tensor
-    moments: Tensor
+    sums: Tensor  # (4,): of losses, weights, labels predicted right (or NaN), and examples
+    gradient: Tensor  # (P,): ∂(Σ lossₙ)/∂ω
+    moments: Tensor  # of the targets (see `Likelihood.constant_answer`)
 
 
 class Problem:
     """Everything that the curvature of a training cost depends on, checked.
 
     Args:
-        model: a module that returns outputs (B, C), which is never altered; or a captured one.
-        data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"`, a Likelihood, a Loss, or the loss
-            module of the training (`nn.CrossEntropyLoss`, `nn.BCEWithLogitsLoss`, `nn.MSELoss`).
+        model, data, likelihood, l2, device, dtype, memory_budget, deterministic,
+            allow_probabilities: as for `deltabars.fit`; a captured model or a Loss will do, too.
         parameters: which parameters count (see `ParameterSpace.select`).
-        l2: λ > 0 of the cost, or a mapping from name patterns to the λs of their parameters; with a
-            loss module, of the cost that has that module for its loss.
-        device, dtype: where and how precisely to compute; the model's own by default.
-        memory_budget: bytes that caches may take; half of the free memory by default.
-        chunk_size: examples that are processed at a time; by default as many as the memory budget
-            has room for, up to 1,024 on a CPU and 8,192 elsewhere. Where memory runs out all the
-            same, half as many are tried, with a warning.
-        deterministic: the same bits each time on a GPU too (see `fit`).
-        allow_probabilities: take outputs that look like probabilities for logits all the same.
+        chunk_size: examples at a time; by default as many as the memory budget has room for, up to
+            1,024 on a CPU and 8,192 elsewhere. Half as many are tried where memory runs out.
         on_progress: called with the examples done and what is being done with them.
 
     Attributes:
+        parameters: those that count, P in number, and their positions in the flat vector.
         likelihood: with weights, if any, of mean one over the data.
         given_l2: λ as it was given.
         prior: λ of the cost above: the given one, unless a loss module reduces in another way.
+        l2: λ, in the coordinates that derivatives are taken in (see `Prior`).
         train_accuracy: on the training data; None where targets are no labels.
         constant_answer: the accuracy (or NaN) and the mean loss of the best constant outputs.
         ranges: of the first inputs (see `behaviour`).
         reached: the indices in ω of the parameters that any output depends on, (P',), ascending;
             None for all.
         on_chunk: called with the number of examples of each chunk before it is processed.
-
-    Raises:
-        ModelError, DataError, BadValueError: with what was expected, found, and to be done.
-
-    Cost: two passes over data that come from a loader, and one gradient; two where some parameters
-    have a derivative of zero throughout.
     """
 
     on_chunk: Callable[[int], None] | None = None
@@ -123,21 +98,27 @@ class Problem:
         given = l2 if isinstance(l2, Prior) else Prior.read(l2, network.parameters)
         self.given_l2 = given.given
         self.network = replace(network, scales=given.scales)
+        self.device, self.dtype = network.device, network.dtype
+        self.parameters = network.parameters
+        self.num_parameters = self.parameters.size
         self._check_same_everywhere((loss.divided_by, loss.multiple))
         self.memory_budget = _budget(memory_budget, self.device, self.group)
         if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
-            raise BadValueError(
-                f"batch_size: expected a whole number from 1 on, got {chunk_size!r}."
-            )
+            raise BadValueError(f"batch_size: expected a whole number above 0, got {chunk_size!r}.")
         report = on_progress or (lambda done, what: None)
-        room = share(self.memory_budget, DATA)
-        data, source = as_tensors(data), "whole"
-        check_can_be_read_again(data)
+        room, source, counted = share(self.memory_budget, DATA), "whole", self.likelihood.counted
+        data = as_tensors(data)
+        if isinstance(data, Iterator):
+            raise DataError(
+                "Data: expected data that can be read more than once, got a one-pass iterator "
+                f"({type(data).__name__}). Give a DataLoader, a Dataset or tensors."
+            )
         if self.group.size > 1:
             data, source = own_part(data, self.group)
         self.data = TrainingData(
-            data, self.device, self.dtype, room, report, self.group, self.likelihood.counted, source
+            data, self.device, self.dtype, room, report, self.group, counted, source
         )
+        self.num_examples = self.data.num_examples
         self.num_outputs = 0  # until the model is tried
         first = next(iter(self.chunks(_PROBE)))
         self.ranges = ranges_of(first.inputs)
@@ -154,7 +135,6 @@ class Problem:
             self.chunk_size = ChunkSize(size)
             if isinstance(parameters, LastLayer):
                 self.network.check_last_layer(first.rows(slice(0, 8)).inputs)
-            self._check_dependence(first)
             totals = self._read_losses(report)
             self.reached = self._find_reached(totals.gradient)
         loss_sum, weight, right, _ = totals.sums.tolist()
@@ -163,17 +143,8 @@ class Problem:
         self.constant_answer = self.likelihood.constant_answer(totals.moments, self.num_examples)
         self._data_gradient = (totals.gradient / weight).to(self.dtype)
         self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, weight))
+        self.l2 = self.prior.level
         self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
-
-    @property
-    def parameters(self) -> ParameterSpace:
-        """The parameters that count, and their positions in the flat vector."""
-        return self.network.parameters
-
-    @property
-    def num_parameters(self) -> int:
-        """P."""
-        return self.parameters.size
 
     @property
     def num_reached(self) -> int:
@@ -181,29 +152,9 @@ class Problem:
         return self.num_parameters if self.reached is None else len(self.reached)
 
     @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.data.num_examples
-
-    @property
-    def l2(self) -> float:
-        """λ, in the coordinates that derivatives are taken in (see `Prior`)."""
-        return self.prior.level
-
-    @property
     def penalty(self) -> float:
         """½ Σ λᵢωᵢ² at ω̂: the part of the cost that is not the mean loss."""
         return 0.5 * float(self.network.point.double() @ self._pull.double())
-
-    @property
-    def device(self) -> torch.device:
-        """Where to compute."""
-        return self.network.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How precisely to compute."""
-        return self.network.dtype
 
     @property
     def gradient(self) -> Tensor:
@@ -242,8 +193,7 @@ class Problem:
         """Whether the model is no better on its training data than the best constant outputs.
 
         By its mean loss; or by its accuracy, within two standard deviations of that many guesses,
-        where the loss is hardly better either. (Of classes that are very unequal a useful network
-        may always predict the largest.) At an optimum the cost was not worth more: λ is large.
+        where the loss is hardly better either. Not at an optimum: λ is large there.
         """
         accuracy, loss = self.constant_answer
         # A loss of 0 is that of targets that are all the same.
@@ -255,57 +205,48 @@ class Problem:
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
     def warn_of_optimum(self, far: str) -> None:
-        """Warn that the weights are at no optimum, or that nothing was learned.
-
-        Args:
-            far: how far predictions at the optimum are, in words; empty where it is not known.
-        """
-        chance = self._advice_on_chance() if self.is_at_chance else ""
-        moved = f": {far}" if far else ""
+        """Warn of weights at no optimum; `far` says how far predictions there are, or nothing."""
+        chance = mode = ""
+        if self.is_at_chance:
+            accuracy, loss = self.constant_answer
+            found, best = f"a mean loss of {self.mean_loss:.4g}", f"{loss:.4g}"
+            if self.train_accuracy is not None:
+                found = f"a training accuracy of {self.train_accuracy:.1%} and {found}"
+                best = f"{accuracy:.1%}, {best}"
+            chance = (
+                f"Expected weights that were trained on these data, got {found}, which is that of "
+                f"chance (the best constant outputs have {best}). Load the trained weights, and "
+                f"prepare inputs and targets as in training.{self._pixels} "
+            )
+        names = {type(module).__name__ for module in self.network.model.modules()}
+        kinds = sorted(name for name in names if "BatchNorm" in name or "Dropout" in name)
+        if kinds:
+            last = set(LastLayer().names(self.network.model))
+            other = f", or take {option('params', LastLayer())}, which is less affected"
+            mode = (
+                f" The model has {' and '.join(kinds)}, so the cost it was trained with is not "
+                "quite this one, of eval mode: train on for a while in eval mode"
+                f"{'' if last.issuperset(self.parameters.names) else other}."
+            )
         warn(
             f"{chance}Expected weights near an optimum of mean loss + (l2/2)·‖w‖², got a cost "
             f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
-            f"{self.relative_gradient:.0%} of the sum of its two parts{moved}. {TRAIN_ON}"
-            f"{self._advice_on_training_mode()}",
+            f"{self.relative_gradient:.0%} of the sum of its two parts{far and f': {far}'}. Train "
+            "on with this cost, or give the l2 that the network was trained with (weight_decay of "
+            f"SGD and Adam; not of AdamW).{mode}",
             OptimumWarning,
-        )
-
-    def _advice_on_chance(self) -> str:
-        accuracy, loss = self.constant_answer
-        found, best = f"a mean loss of {self.mean_loss:.4g}", f"{loss:.4g}"
-        if self.train_accuracy is not None:
-            found = f"a training accuracy of {self.train_accuracy:.1%} and {found}"
-            best = f"{accuracy:.1%}, {best}"
-        return (
-            f"Expected weights that were trained on these data, got {found}, which is that of "
-            f"chance (the best constant outputs have {best}). Load the trained weights, and "
-            f"prepare inputs and targets as in training.{self._pixels} "
-        )
-
-    def _advice_on_training_mode(self) -> str:
-        names = {type(module).__name__ for module in self.network.model.modules()}
-        kinds = sorted(name for name in names if "BatchNorm" in name or "Dropout" in name)
-        if not kinds:
-            return ""
-        last = set(LastLayer().names(self.network.model))
-        other = f", or take {option('params', LastLayer())}, which is less affected"
-        return (
-            f" The model has {' and '.join(kinds)}, so the cost it was trained with is not quite "
-            "this one, of eval mode: train on for a while in eval mode"
-            f"{'' if last.issuperset(self.parameters.names) else other}."
         )
 
     def _check_same_everywhere(self, reduction: tuple[str, float]) -> None:
         """Refuse a process with another model or other options."""
-        network = self.network
-        state = {**network.trained, **network.constants}
+        state = {**self.network.trained, **self.network.constants}
         options = {
             "model": sorted((name, tuple(value.shape)) for name, value in state.items()),
-            "params": list(network.trained),
+            "params": self.parameters.names,
             "l2": dict(self.given_l2) if isinstance(self.given_l2, Mapping) else self.given_l2,
             "likelihood": (told_apart(self.likelihood), reduction),
-            "dtype": network.dtype,
-            "device": network.device.type,
+            "dtype": self.dtype,
+            "device": self.device.type,
         }
         check_same_options(self.group, options)
 
@@ -315,13 +256,11 @@ class Problem:
             return
         few = self.group.broadcast_object(map_leaves(Tensor.cpu, batch.rows(slice(0, 3)).inputs))
         few = map_leaves(lambda leaf: leaf.to(self.device), few)
-        found = self.network.outputs(dict(self.network.trained), few).cpu()
+        found = self.network.outputs(self.network.trained, few).cpu()
         first, *others = self.group.gather_objects(found)
+        limits: Any = {"rtol": 1e-3, "atol": 1e-3 * float(first.abs().max()), "equal_nan": True}
         for rank, other in enumerate(others, 1):
-            same = other.shape == first.shape and torch.allclose(
-                other, first, rtol=1e-3, atol=1e-3 * float(first.abs().max()), equal_nan=True
-            )
-            if not same:
+            if other.shape != first.shape or not torch.allclose(other, first, **limits):
                 raise ModelError(
                     "Model: expected the same weights and forward pass in every process, got other "
                     f"outputs in process {rank} than in process 0. Load the weights from one file."
@@ -329,7 +268,7 @@ class Problem:
 
     def _try(self, batch: Batch, allow_probabilities: bool) -> int:
         """Check the outputs of one chunk; return the number of outputs C."""
-        outputs = self.network.outputs(dict(self.network.trained), batch.inputs)
+        outputs = self.network.outputs(self.network.trained, batch.inputs)
         if outputs.shape[0] != len(batch):
             raise ModelError(
                 f"Model output: expected one row for each of {len(batch)} examples, got "
@@ -345,10 +284,8 @@ class Problem:
         targets = self.likelihood.arranged(batch.targets, outputs.shape[1])
         self.likelihood.check_targets(outputs, targets)
         if not allow_probabilities and self.likelihood.are_probabilities(outputs, targets):
-            is_softmax = outputs.shape[1] > 1 and self.likelihood.name == "categorical"
-            what = "rows that are non-negative and sum to one"
-            end, inverse = "softmax", "torch.log"
-            if not is_softmax:
+            what, end, inverse = "rows that sum to one", "softmax", "torch.log"
+            if self.likelihood.name != "categorical":
                 what, end, inverse = "probabilities between 0 and 1", "sigmoid", "torch.logit"
             raise ModelError(
                 f"Model output: expected logits, got {what}. If the model ends in a {end}, leave "
@@ -357,21 +294,8 @@ class Problem:
             )
         return outputs.shape[1]
 
-    def _check_dependence(self, batch: Batch) -> None:
-        """Refuse a model whose outputs do not depend on the parameters (a detached one, say)."""
-        weights = torch.arange(1, self.num_outputs + 1, device=self.device)
-        if not bool(self.network.gradient(batch.inputs, lambda z: (z * weights).sum()).any()):
-            raise ModelError(
-                "Model output: expected one that depends on the selected parameters, got "
-                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
-                "forward pass."
-            )
-
     def _read_losses(self, report: Callable[[int, str], None]) -> Totals:
-        """Sum over all examples, with every output, target and loss checked.
-
-        Brings weights of examples to a mean of one.
-        """
+        """Sum over all examples, all checked; bring their weights to a mean of one."""
         totals: Totals | None = None
         for part in self.chunk_size.each(self.chunks(), self._totals_of):
             totals = part if totals is None else Totals(*map(torch.add, totals, part))
@@ -386,8 +310,7 @@ class Problem:
         weight = float(totals.sums[1])
         if not weight > 0:
             raise DataError(
-                "Targets: expected examples that count, got weight 0 for every class in the data. "
-                "Give each class a weight above zero."
+                "Targets: expected examples that count, got weight 0 for every class in the data."
             )
         if weight != self.num_examples:
             self.likelihood = self.likelihood.divided(weight / self.num_examples)
@@ -397,22 +320,20 @@ class Problem:
         """Sum over one chunk."""
         targets, likelihood = batch.targets, self.likelihood
         assert targets is not None
-        outputs = losses = torch.empty(0)
+        noted: list[Tensor] = []
 
-        def total(found: Tensor) -> Tensor:
-            nonlocal outputs, losses
-            outputs = found
+        def total(outputs: Tensor) -> Tensor:
             if outputs.shape[1] != self.num_outputs:
+                expected, got = self.num_outputs, outputs.shape[1]
                 raise ModelError(
-                    f"Model output: expected {self.num_outputs} columns on every batch, got "
-                    f"{outputs.shape[1]}."
+                    f"Model output: expected {expected} columns on every batch, got {got}."
                 )
             likelihood.check_targets(outputs, targets)
-            losses = likelihood.loss(outputs, targets)
-            return losses.sum()
+            noted[:] = outputs, likelihood.loss(outputs, targets)
+            return noted[1].sum()
 
         gradient = self.network.gradient(batch.inputs, total).double()
-        outputs, losses = outputs.detach(), losses.detach()
+        outputs, losses = (each.detach() for each in noted)
         self.network.check_independence(batch.inputs, outputs)
         bad = int((~losses.isfinite()).sum())
         if bad:
@@ -432,11 +353,10 @@ class Problem:
     def _find_reached(self, gradient: Tensor) -> Tensor | None:
         """Find the parameters with a nonzero derivative of any output for any example.
 
-        Silent ReLU units and inputs that are always zero leave many without. Candidates are those
-        whose gradient is exactly zero; a pass with random cotangents decides, in which nothing
-        cancels but by chance.
+        Silent ReLU units and inputs that are always zero leave many without. Where the gradient has
+        zeros, a pass with random cotangents decides: nothing cancels there but by chance.
         """
-        if not bool((gradient == 0).any()):
+        if bool(gradient.all()):
             return None
         found = torch.zeros_like(gradient)
         generator = torch.Generator().manual_seed(0)
@@ -451,7 +371,13 @@ class Problem:
         for part in self.chunk_size.each(self.chunks(), derivatives):
             found += (part != 0).to(found)
         found = self.group.all_reduce_(found)
-        return None if bool((found > 0).all()) else found.nonzero().squeeze(1)
+        if not bool(found.any()):
+            raise ModelError(
+                "Model output: expected one that depends on the selected parameters, got "
+                "derivatives that are all zero. Look for .detach() or torch.no_grad() in the "
+                "forward pass."
+            )
+        return None if bool(found.all()) else found.nonzero().squeeze(1)
 
 
 def _budget(memory_budget: int | None, device: torch.device, group: Group) -> int:
@@ -459,13 +385,12 @@ def _budget(memory_budget: int | None, device: torch.device, group: Group) -> in
 
     The smallest of all, because what one process keeps decides for all how far a basis grows.
     """
-    budget = resolve_budget(memory_budget, device)
-    kind = device.type
+    budget, kind = resolve_budget(memory_budget, device), device.type
     if kind == "cuda":  # each process may see its GPU as the first
         kind = str(torch.cuda.get_device_properties(device).uuid)
     devices = group.gather_objects((platform.node(), kind))
-    alike = devices.count(devices[group.rank])
-    return min(group.gather_objects(budget if memory_budget is not None else budget // alike))
+    alike = devices.count(devices[group.rank]) if memory_budget is None else 1
+    return min(group.gather_objects(budget // alike))
 
 
 def _advice_on_inputs(batch: Batch) -> tuple[str, str]:
@@ -473,7 +398,7 @@ def _advice_on_inputs(batch: Batch) -> tuple[str, str]:
     integers = pixels = ""
     for leaf in leaves(batch.inputs):
         if "int" in str(leaf.dtype):
-            integers = integers or (
+            integers = (
                 f". The inputs are of {leaf.dtype}: a network that was trained on floats takes "
                 "floats, prepared as in training (pixels of 0 to 255 by x.float() / 255, say)."
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,7 +20,7 @@ from torch.utils.data import (
 )
 
 from deltabars.errors import DataError
-from deltabars.problem.data import count_of, cut, is_dataset, is_fixed, tensor_bytes
+from deltabars.problem.data import count_of, cut, is_dataset, is_fixed, plain, tensor_bytes
 from deltabars.runtime.distributed import Group, same_everywhere
 
 _COMPARED = 16  # examples that show whether two processes were given the same data
@@ -61,14 +62,11 @@ def loader_of(loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any
 
 
 def own_part(data: Any, group: Group) -> tuple[Any, str]:
-    """Return the part of some data that this process reads, and where the split comes from.
+    """Return the data that this process reads, and `"split"`, `"sampler"` or `"own"`: by whom.
 
     Tensors, datasets and loaders that are the same in all processes are split: process r of R
     takes the examples r, r + R, r + 2R, …. Data that differ are each process's own, as streams
     always are. Examples that a DistributedSampler repeats to come out even are left out.
-
-    Returns:
-        The data, and `"split"`, `"sampler"` (by a DistributedSampler) or `"own"`.
     """
     loader = data if isinstance(data, DataLoader) else None
     indices: Sequence[int] | None = None
@@ -81,21 +79,22 @@ def own_part(data: Any, group: Group) -> tuple[Any, str]:
         indices = examples_of(loader)
         indices = sorted(loader.sampler) if indices is None else indices
         if type(loader.sampler) is DistributedSampler:
-            source = "sampler"
-            _check_sampler(loader.sampler, group)
-    if source == "sampler" and loader is not None and indices is not None:
+            source, theirs = "sampler", (loader.sampler.num_replicas, loader.sampler.rank)
+            if theirs != (group.size, group.rank):
+                raise DataError(
+                    f"DistributedSampler: expected that of process {group.rank} of {group.size}, "
+                    f"got one of process {theirs[1]} of {theirs[0]}."
+                )
+    if indices is None or source == "sampler":
         same_everywhere(group, None)  # the others may be comparing: keep the collectives in step
-        if loader.sampler.drop_last:  # type: ignore[attr-defined]
-            indices = indices[: loader.sampler.total_size]  # type: ignore[attr-defined]
-    elif indices is None:
-        same_everywhere(group, None)
+    elif not _is_same(data if loader is None else loader.dataset, indices, group):
         return data, "own"
-    else:
-        examples = data if loader is None else loader.dataset
-        if not _is_same(examples, indices, group):
-            return data, "own"
-        if loader is not None and loader.drop_last and loader.batch_size:
-            indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
+    if indices is None:
+        return data, "own"
+    if loader is not None and source == "sampler" and loader.sampler.drop_last:  # type: ignore[attr-defined]
+        indices = indices[: loader.sampler.total_size]  # type: ignore[attr-defined]
+    elif loader is not None and source == "split" and loader.drop_last and loader.batch_size:
+        indices = indices[: len(indices) // loader.batch_size * loader.batch_size]
     if len(indices) < group.size:
         raise DataError(
             f"Data: expected an example for each of {group.size} processes, got {len(indices)}. "
@@ -107,14 +106,6 @@ def own_part(data: Any, group: Group) -> tuple[Any, str]:
     return (cut(data, mine) if is_fixed(data) else Subset(data, indices[mine])), source
 
 
-def _check_sampler(sampler: DistributedSampler[Any], group: Group) -> None:
-    if (sampler.num_replicas, sampler.rank) != (group.size, group.rank):
-        raise DataError(
-            f"DistributedSampler: expected that of process {group.rank} of {group.size}, got "
-            f"one of process {sampler.rank} of {sampler.num_replicas}."
-        )
-
-
 def _is_same(data: Any, indices: Sequence[int], group: Group) -> bool:
     """Return whether all processes have the same data, by their number and some examples."""
     last = len(indices) - 1
@@ -122,19 +113,15 @@ def _is_same(data: Any, indices: Sequence[int], group: Group) -> bool:
     fixed = is_fixed(data)
     some = [cut(data, slice(k, k + 1)) if fixed else data[indices[k]] for k in picks]
     whole = len(indices) if isinstance(indices, range) else indices
-    return same_everywhere(group, (whole, _comparable(some)))
+    return same_everywhere(group, (whole, tree_map(_comparable, plain(some))))
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(leaf: Any) -> Any:
     """Return something that can be sent and compared by ==."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), tensor_bytes(value)
-    if isinstance(value, Mapping):
-        return {str(name): _comparable(each) for name, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_comparable(each) for each in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _comparable(torch.from_numpy(np.atleast_1d(value).copy()))
-    if isinstance(value, str | bytes | int):
-        return value
-    return repr(value) if isinstance(value, float) else type(value).__name__
+    if isinstance(leaf, np.ndarray | np.generic):
+        leaf = torch.from_numpy(np.atleast_1d(leaf).copy())
+    if isinstance(leaf, Tensor):
+        return str(leaf.dtype), tuple(leaf.shape), tensor_bytes(leaf)
+    if isinstance(leaf, str | bytes | int):
+        return leaf
+    return repr(leaf) if isinstance(leaf, float) else type(leaf).__name__
