@@ -29,8 +29,6 @@ def test_finds_the_largest_pairs(solver, spectrum, rank):
     pairs = SOLVERS[solver](matrix, rank)
     scale = float(residual_scale(values).max())
     eye = torch.eye(rank, dtype=torch.float64)
-
-    assert len(pairs) == rank
     # An eigenvalue is off by the residual at most; solvers stop at 1e-10.
     torch.testing.assert_close(pairs.values, values, rtol=0, atol=1e-9 * scale)
     torch.testing.assert_close(pairs.vectors @ pairs.vectors.T, eye, rtol=0, atol=1e-12)
@@ -108,7 +106,6 @@ def test_unconverged_pairs_are_counted_in_a_warning(solver):
     with pytest.warns(ConvergenceWarning, match=r"got \d+ that have not converged; the largest"):
         pairs = solver(matrix, 10, max_products=14)
     assert pairs.statistics["products"] <= 14
-    assert len(pairs) == 10
 
 
 def test_incremental_svd_completes_a_basis_beyond_the_rows():

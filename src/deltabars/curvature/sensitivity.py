@@ -19,7 +19,6 @@ from deltabars.runtime.distributed import same_everywhere
 from deltabars.runtime.vectors import Basis, ShardedVectors, add_inner, columns, ranges
 
 Classes = Callable[[Tensor], Tensor] | None  # outputs (B, C) -> some classes (B, k); or all
-
 SPACES = ("probability", "logit")
 
 _COLUMNS = 512  # that a product is worth its sums from
