@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import deltabars
-from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.pullback import Pullback, read_graph
 from deltabars.errors import ModelError
@@ -151,19 +150,6 @@ def test_rows_are_those_of_single_examples_in_every_batch(wiring, cotangents):
         torch.testing.assert_close(found, exact_rows(model, inputs, cotangents, names), **EXACT)
 
 
-@pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")
-@pytest.mark.parametrize("kind", [OPGOperator, GGNOperator])
-@pytest.mark.parametrize("wiring", [sorted_in_the_middle, product_behind_a_gate], ids=named)
-def test_operators_whose_first_chunk_is_harmless(wiring, kind):
-    model, (in_order, as_they_come) = built(wiring), examples()
-    data = torch.cat([in_order[:8], as_they_come]), torch.arange(32) % 3
-    found = kind(deltabars.Problem(model, data, l2=L2, chunk_size=8)).to_dense()
-    parts = [(inputs[None], target[None]) for inputs, target in zip(*data, strict=True)]
-    name = "opg" if kind is OPGOperator else "ggn"
-    exact = sum(Oracle(model, *part, L2).matrix(name) for part in parts) / 32
-    torch.testing.assert_close(found, exact, **EXACT)
-
-
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
 @pytest.mark.filterwarnings("ignore::deltabars.errors.ModelWarning")
 @pytest.mark.parametrize("wiring", [sorted_in_the_middle, product_behind_a_gate], ids=named)
@@ -263,27 +249,18 @@ def test_rounding_is_no_dependence(wiring):
     assert OPGOperator(problem).matmat(torch.ones(1, problem.num_parameters)).isfinite().all()
 
 
-# Graphs that need no look at what arrives, and some that do.
-
-
 @pytest.mark.parametrize(
     ("apart", "forward"),
     [
         (True, lambda x: F.max_pool2d(x.view(-1, 1, 2, 3), 2).flatten(1).softmax(-1)),
-        (True, lambda x: F.layer_norm(x, (6,)).mean(-1, keepdim=True) - x),
         (True, lambda x: F.scaled_dot_product_attention(*[x.view(-1, 1, 2, 3)] * 3).flatten(1)),
         (True, lambda x: torch.cat([x[:, None].transpose(1, 2)[..., 0], x], 1).sum(1)[:, None]),
         (False, lambda x: x[torch.arange(len(x))]),
         (False, lambda x: x.softmax(0)),
-        (False, lambda x: x.softmax(-2)),
         (False, lambda x: F.layer_norm(x, x.shape)),
         (False, lambda x: x - x.mean(0, keepdim=True)),
-        (False, lambda x: x * x.mean()),
         (False, lambda x: x @ x[:, :6].t()[:6, :6]),
-        (False, lambda x: F.pad(x, (0, 0, 1, -1))),
-        (False, lambda x: x + x[:, 0]),
         (False, lambda x: x.t().reshape(6, 6)),
-        (False, lambda x: torch.cat([x[3:], x[:3]])),
         (False, lambda x: F.batch_norm(x, None, None, training=True)),
         (False, lambda x: AddBackward0.apply(x)),
     ],

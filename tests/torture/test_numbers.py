@@ -1,4 +1,4 @@
-"""Random problems, each solved by every solver and compared with dense float64; threads."""
+"""Random problems, each solved by every solver and compared with dense float64."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from deltabars.eigen import arpack, incremental_svd
 from deltabars.eigen.krylov import block_krylov, lanczos
 from deltabars.eigen.pairs import residual_scale
 from deltabars.errors import ConvergenceWarning, DeltaBarsError
-from tests.networks import NETWORKS, make_case
-from tests.properties import LAWS
 from tests.random_problems import Problem, Shape
-from tests.runtime.test_concurrency import fit_of, in_threads, same
 from tests.spectra import matrix_with
 
 ROUNDING = 1e-8  # relative: inverses of condition 1e6, in float64
@@ -107,26 +104,3 @@ def test_random_networks(seeds):
                     wrong.append((seed, estimator, solver, rank, "interval"))
     print(f"\nnetworks: {fits} fits, {len(wrong)} wrong")
     assert not wrong, wrong[:3]
-
-
-def test_laws(seeds):
-    count = 0
-    for seed in seeds:
-        random.Random(seed).choice(LAWS)(Problem.of(Shape.drawn(seed)))
-        count += 1
-    print(f"\nlaws: {count} tried, 0 broken")
-
-
-def test_threads(seeds):
-    for seed in seeds:
-        draw = random.Random(seed)
-        case, threads = make_case(draw.choice(sorted(NETWORKS)), seed=seed), draw.randint(2, 12)
-        case.model.train(draw.random() < 0.5)
-        fit = fit_of(case, estimator=draw.choice(["opg", "ggn", "sandwich"]), rank=4)
-
-        def work(_, fit=fit, case=case):
-            return [fit.predict(case.unseen[: n + 1]) for n in range(7)]
-
-        alone = work(0)
-        for each in in_threads(work, threads):
-            assert all(map(same, each, alone)), f"threads {seed}"

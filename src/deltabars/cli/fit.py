@@ -91,18 +91,14 @@ def python(options: argparse.Namespace) -> str:
         max_file_size=options.max_file_size,
     )  # fmt: skip
     return program(
-        "import torch" if "dtype" in arguments else "",
-        "import deltabars",
-        "from deltabars.cli.runs import Run",
-        "from deltabars.cli.sources.data import NamedData",
+        "import torch" if "dtype" in arguments else "", "import deltabars",
+        "from deltabars.cli.runs import Run", "from deltabars.cli.sources.data import NamedData",
         "from deltabars.cli.sources.models import NamedModel",
-        f"\nmodel = {made(named_model(options))}",
-        f"data = {made(named_data(options))}",
+        f"\nmodel = {made(named_model(options))}", f"data = {made(named_data(options))}",
         "source = data.load()" + ".with_real_targets()" * _is_regression(options),
         "fit = " + call("deltabars.fit", Code("model.load()"), Code("source.data"), **arguments),
-        written,
-        "print(fit)",
-    )
+        written, "print(fit)",
+    )  # fmt: skip
 
 
 def interval_of(fit: DeltaFit) -> tuple[float, float] | None:

@@ -15,10 +15,6 @@ from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.sensitivity import Sensitivity, sensitivities
 
 __all__ = [
-    "CurvatureOperator",
-    "GGNOperator",
-    "HessianOperator",
-    "OPGOperator",
-    "Sensitivity",
+    "CurvatureOperator", "GGNOperator", "HessianOperator", "OPGOperator", "Sensitivity",
     "sensitivities",
-]
+]  # fmt: skip

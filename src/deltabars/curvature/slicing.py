@@ -125,14 +125,11 @@ class Sliced(TorchFunctionMode):
         part = func(inputs, weight, bias, *rest[1:], **options)
         return _Channels(part, rows, args[1].shape[0], dim % part.ndim)
 
-    def _between(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Channels | None:
+    def _between(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> _Channels | None:
         """Apply ReLU, a pooling or a flattening to the channels that are known."""
-        known = self._known.get(id(args[0])) if args else None
-        if known is None:
+        if not args or id(args[0]) not in self._known:
             return None
-        channels = known[1]
+        channels = self._known[id(args[0])][1]
         if func in _RELU:
             return replace(channels, relu=True)
         if channels.dim != 1 or channels.part.ndim != 4:

@@ -265,20 +265,12 @@ def _assemble(
 ) -> DeltaFit:
     network, signature = problem.network, problem.data.signature
     fit = DeltaFit(
-        estimator=options.estimator,
-        prior=problem.prior,
-        num_examples=problem.num_examples,
-        num_outputs=problem.num_outputs,
-        spectra=spectra,
-        diagnostics=diagnostics,
-        likelihood=problem.likelihood,
-        network=network,
-        signature=signature,
-        weights=network.weights,
-        behaviour=Behaviour.of(network, signature, problem.ranges),
-        memory_budget=options.memory_budget,
-        progress=progress,
-    )
+        estimator=options.estimator, prior=problem.prior, num_examples=problem.num_examples,
+        num_outputs=problem.num_outputs, spectra=spectra, diagnostics=diagnostics,
+        likelihood=problem.likelihood, network=network, signature=signature,
+        weights=network.weights, behaviour=Behaviour.of(network, signature, problem.ranges),
+        memory_budget=options.memory_budget, progress=progress,
+    )  # fmt: skip
     if isinstance(fit.likelihood, Gaussian):
         fit = with_settled_noise(fit)
     with full_precision(problem.device):

@@ -99,18 +99,11 @@ class DeltaFit(FittedState):
             covariances = {name: self.covariance_of(name, used, full_rank) for name in names}
         matrices = sorted({matrix for name in names for matrix in ESTIMATORS[name]})
         scorer = Scorer(
-            self.pullback,
-            self.likelihood,
-            self.signature,
-            {matrix: first(self.spectra[matrix].vectors, used) for matrix in matrices},
-            covariances,
-            space,
-            bound,
-            with_covariance=covariance,
-            classes=chosen,
-            moderation=average,
+            self.pullback, self.likelihood, self.signature,
+            {matrix: first(self.spectra[matrix].vectors, used) for matrix in matrices}, covariances,
+            space, bound, with_covariance=covariance, classes=chosen, moderation=average,
             memory_budget=self.memory_budget,
-        )
+        )  # fmt: skip
         results = {
             name: found.judged_by(self.evidence(used, name))
             for name, found in scorer.predict(inputs, batch_size, shown).items()

@@ -243,17 +243,13 @@ class FittedState:
             known = {name: self.pairs_of(name) for name in self.spectra}
             both = estimator == "sandwich"
             found[key] = build_covariance(
-                estimator,
-                {name: pairs.values for name, pairs in known.items()},
-                rank=rank,
-                l2=self.level,
-                num_parameters=self.num_parameters,
-                num_examples=self.informative_examples,
-                overlap=self.overlap if both else None,
+                estimator, {name: pairs.values for name, pairs in known.items()}, rank=rank,
+                l2=self.level, num_parameters=self.num_parameters,
+                num_examples=self.informative_examples, overlap=self.overlap if both else None,
                 least_hessian=self.spectra["hessian"].exact_least if both else None,
                 defects={name: _defects_of(name, pairs) for name, pairs in known.items()},
                 full_rank=full_rank,
-            )
+            )  # fmt: skip
         return found[key]
 
     def evidence(self, rank: int, estimator: str) -> Evidence:
@@ -306,12 +302,7 @@ def _defects_of(name: str, pairs: EigenPairs) -> Defects:
     is_hessian = name == "hessian"
     second = _SECOND * eps * float(pairs.values[0].abs()) if is_hessian else 0.0
     return Defects(
-        slack=pairs.slack,
-        rounding=pairs.rounding + 0.51 * pairs.skew + _PROJECTION * eps,
-        skew=pairs.skew,
-        residuals=pairs.residual_norms,
-        products=pairs.product_rounding + second,
-        rows=0.0 if is_hessian else _ROWS * eps,
-        result=_RESULT * eps,
-        shift=_SHIFT * eps,
-    )
+        slack=pairs.slack, rounding=pairs.rounding + 0.51 * pairs.skew + _PROJECTION * eps,
+        skew=pairs.skew, residuals=pairs.residual_norms, products=pairs.product_rounding + second,
+        rows=0.0 if is_hessian else _ROWS * eps, result=_RESULT * eps, shift=_SHIFT * eps,
+    )  # fmt: skip

@@ -244,18 +244,12 @@ def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
             covariances[str(index)] = moved.covariance_of(state.estimator, state.rank)
     method, outputs = "sampling" if likelihood.discrete else None, state.num_outputs
     scorer = Scorer(
-        state.pullback,
-        likelihood,
-        state.signature,
+        state.pullback, likelihood, state.signature,
         {name: state.spectra[name].vectors for name in sorted(ESTIMATORS[state.estimator])},
-        covariances,
-        "probability",
-        "rigorous",
-        with_covariance=False,
-        classes=None,
+        covariances, "probability", "rigorous", with_covariance=False, classes=None,
         moderation=choose_moderation(method, SAMPLES, 0, outputs, likelihood, subset=False),
         memory_budget=state.memory_budget,
-    )
+    )  # fmt: skip
     total, count = torch.zeros(len(levels), dtype=torch.float64), 0
     noises = _noises(state, levels).tolist()
     with Progress("Validating", None, "example", state.progress) as bar:

@@ -138,16 +138,13 @@ class Scorer:
                 assert spread.covariance is not None
                 moderated = self.moderation(outputs, spread.covariance)
             predictions[name] = Prediction.compute(
-                sensitivity.value,
-                spread.scaled(sensitivity.slope),
-                label,
-                self.likelihood.target_noise,
-                bound=self.bound,
+                sensitivity.value, spread.scaled(sensitivity.slope), label,
+                self.likelihood.target_noise, bound=self.bound,
                 with_covariance=self.with_covariance,
                 classes=None if self.classes is None else self.classes(outputs),
                 moderated=moderated,
                 of_probabilities=self.space == "probability" and self.likelihood.discrete,
-            )
+            )  # fmt: skip
         return predictions
 
     def _choose_chunk_size(self, batch: Batch) -> int:

@@ -78,10 +78,9 @@ def _recurrent(whole: Any, step: Step, *args: Any) -> Any:
         outputs = []
         for way in range(ways):
             index = layer * ways + way
-            own = list(weights[index * each : (index + 1) * each])
-            w_ih, w_hh = own[:2]
-            b_ih, b_hh = own[2:4] if has_biases else (None, None)
-            projection = own[-1] if each == (5 if has_biases else 3) else None
+            w_ih, w_hh, *rest = weights[index * each : (index + 1) * each]
+            b_ih, b_hh = rest[:2] if has_biases else (None, None)
+            projection = rest[-1] if each == (5 if has_biases else 3) else None
             state = tuple(part[index] for part in starts)
             turn = -1 if way else 1
             seen: list[Tensor] = []
@@ -123,7 +122,7 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     """Sum embeddings of bags of one size, (B, L): torch's own has no second derivatives."""
-    if input.ndim != 2:
+    if input.ndim != 2 or mode == "max":
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, False, mode, False, per_sample_weights,
             include_last_offset, padding_idx,
@@ -132,9 +131,6 @@ def _embedding_bag(
     counted = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         counted = input != padding_idx % len(weight)
-    if mode == "max":
-        highest = rows.masked_fill(~counted[..., None], -torch.inf).amax(1)
-        return highest.where(counted.any(1, keepdim=True), 0.0)
     scales = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
     total = (rows * scales[..., None]).sum(1)
     return total / counted.sum(1, keepdim=True).clamp(min=1) if mode == "mean" else total

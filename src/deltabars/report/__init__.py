@@ -1,1 +1,4 @@
-"""Figures (matplotlib) and the page (plotly) about fits and predictions; both are extras."""
+"""Figures (matplotlib) and the page (plotly) about fits and predictions; both are extras.
+
+The numbers in them come from `fitting` and `prediction`.
+"""

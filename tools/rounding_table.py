@@ -1,4 +1,4 @@
-"""What 16 bits do to the scores of the digits' network: `python -m tests.rounding_table`."""
+"""What 16 bits do to the scores of the digits' network: `python tools/rounding_table.py`."""
 
 from __future__ import annotations
 
