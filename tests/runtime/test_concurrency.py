@@ -208,18 +208,20 @@ def test_nothing_is_left_in_memory(kind, times, warm, most, tmp_path):
 
 
 def test_a_fit_is_loaded_while_processes_replace_it(tmp_path):
-    case, path = make_case("dense"), tmp_path / "a"
+    case, path, stop = make_case("dense"), tmp_path / "a", tmp_path / "stop"
     fits = [fit_of(case, rank=rank) for rank in (3, 20)]
     fits[0].save(path)
 
     def write():
-        for number in range(40):
-            fits[number % 2].save(path)
+        while not stop.exists():
+            for fit in fits:
+                fit.save(path)
 
     writers = [start(write) for _ in range(2)]
     seen = set()
     while len(seen) < 2:
         seen.add(deltabars.load(path, case.model).rank)
+    stop.touch()
     assert [end(writer) for writer in writers] == [0, 0]
     assert deltabars.load(path, case.model).rank in seen == {3, 20}
-    assert contents(tmp_path) == {"a"}
+    assert contents(tmp_path) == {"a", "stop"}
