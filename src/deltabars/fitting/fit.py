@@ -150,8 +150,10 @@ def fit(
     started, group = time.perf_counter(), current_group()
     progress = progress and group.is_first
     options = FitOptions(
-        estimator, rank, tolerance, None if probe is None else "given", solver, seed, memory_budget,
-        batch_size, residual_tolerance, max_products, smallest, max_seconds, deterministic,
+        estimator=estimator, rank=rank, tolerance=tolerance, solver=solver, seed=seed,
+        probe=None if probe is None else "given", memory_budget=memory_budget,
+        batch_size=batch_size, residual_tolerance=residual_tolerance, max_products=max_products,
+        smallest=smallest, max_seconds=max_seconds, deterministic=deterministic,
     )  # fmt: skip
     check_same_options(group, {**asdict(options), "checkpoint": checkpoint is not None})
     model = plain_model(model)
