@@ -50,9 +50,11 @@ class CurvatureOperator(ABC):
 
     def whole_matmat(self, vectors: Tensor) -> Tensor:
         """Multiply rows of which each process has its own columns in ℝᴾ: (b, p) -> (b, p)."""
-        spaces = self.spaces
-        mean = self._mean(spaces.select(vectors))
-        return spaces.expand(mean).add_(vectors, alpha=self.problem.l2)
+        return self.data_matmat(vectors).add_(vectors, alpha=self.problem.l2)
+
+    def data_matmat(self, vectors: Tensor) -> Tensor:
+        """Multiply the data part alone, without λI, with such rows: (b, p) -> (b, p)."""
+        return self.spaces.expand(self._mean(self.spaces.select(vectors)))
 
     def reached_matmat(self, vectors: Tensor) -> Tensor:
         """Multiply such rows among the parameters that are reached: (b, p') -> (b, p')."""
@@ -129,6 +131,7 @@ class RowOperator(CurvatureOperator):
         kept = self.num_rows * max(self.spaces.reached.columns.widths) * self.dtype.itemsize
         self.keeps_rows = kept <= share(problem.memory_budget, KEPT)
         self._kept: Tensor | None = None
+        self._squares: float | None = None  # of the rows of this process, summed; once known
         self._checked: set[tuple[int, int]] = set()  # chunks by their first example and their size
 
     @property
@@ -137,10 +140,11 @@ class RowOperator(CurvatureOperator):
         return 0 if self._kept is None else self._kept.nbytes
 
     def data_trace(self) -> float:
-        """Compute the trace of (1/N)·RᵀR, the sum of its eigenvalues. Cost: one pass over R."""
-        blocks = self._blocks(self._kept_rows())
-        total = sum(float(block.square().sum(dtype=torch.float64)) for block in blocks)
-        return math.fsum(self.problem.group.gather_objects(float(total))) * self.row_scale
+        """Return the trace of (1/N)·RᵀR, the sum of its eigenvalues. Cost: up to one pass."""
+        if self._squares is None:
+            blocks = self._blocks(self._kept_rows())
+            self._squares = math.fsum(float(_square(block)) for block in blocks)
+        return math.fsum(self.problem.group.gather_objects(self._squares)) * self.row_scale
 
     def gram(self, on_share: Callable[[float], None] = lambda share: None) -> Tensor:
         """Return the matrix itself in float64, (P, P). Cost: N·P² operations in float64.
@@ -201,13 +205,24 @@ class RowOperator(CurvatureOperator):
             return (there @ kept).div_(self.problem.num_examples)
 
     def _data_sum(self, vectors: Tensor) -> Tensor:
-        total = torch.zeros_like(vectors)
+        total, squares = torch.zeros_like(vectors), []
         for block in self._computed_blocks():
             total.addmm_(vectors @ block.T, block)
+            if self._squares is None:
+                squares.append(_square(block))
+        if squares:
+            self._squares = float(torch.stack(squares).sum())
         return total
 
-    def _computed_blocks(self, whole: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield R in blocks (n, P'), written to `whole` where that is given."""
+    def _computed_blocks(
+        self,
+        whole: Tensor | None = None,
+        on_outputs: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield R in blocks (n, P'), written to `whole` where that is given.
+
+        `on_outputs` is called with the outputs and targets of each block before it is yielded.
+        """
         done, each = 0, self.rows_per_example
         derive = getattr(self.problem.likelihood, self.factor)
 
@@ -215,6 +230,8 @@ class RowOperator(CurvatureOperator):
             key, out = (done, len(batch)), None
 
             def factors(outputs: Tensor) -> Tensor:  # (B, C) -> (B, R, C)
+                if on_outputs is not None and batch.targets is not None:
+                    on_outputs(outputs.detach(), batch.targets)
                 found = derive(outputs.double(), batch.targets).to(outputs.dtype)
                 return cast(Tensor, found.reshape(len(batch), each, -1))
 
@@ -236,3 +253,8 @@ class RowOperator(CurvatureOperator):
                 )
             done += len(block)
             yield block
+
+
+def _square(rows: Tensor) -> Tensor:
+    """Sum the squares of all numbers, in float64."""
+    return rows.square().sum(dtype=torch.float64)

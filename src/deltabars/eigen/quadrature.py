@@ -8,6 +8,9 @@ because A⁻¹f = x + A⁻¹r and f = Ax + r. Conjugate gradients make r small; 
 by Gauss (low) and Gauss-Radau (high) quadrature of one Lanczos step from r itself. Both hold for
 every A whose eigenvalues are not below `floor` (Golub and Meurant, Matrices, Moments and
 Quadrature), so neither the preconditioner nor the recurrences have to be exact: r is computed anew.
+
+For a meat G₀ between two such inverses, with u = A⁻¹f = x + A⁻¹r, √(uᵀG₀u) is a norm of u, so that
+it lies within κ‖r‖ of √(xᵀG₀x), for any κ with ‖A⁻¹r‖ ≤ κ‖r‖ in that norm.
 """
 
 from __future__ import annotations
@@ -70,6 +73,49 @@ def enclose_inverse_forms(
     return Enclosure(low, high, run.products, close)
 
 
+def enclose_sandwich_forms(
+    matmat: Callable[[Tensor], Tensor],
+    meat_matmat: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    floor: float,
+    reach: float,
+    precondition: Callable[[Tensor], Tensor],
+    tolerance: float,
+    max_products: int,
+    norm: float = 0.0,
+) -> Enclosure:
+    """Enclose fᵀA⁻¹G₀A⁻¹f for each row f of (m, P), by preconditioned conjugate gradients.
+
+    The other arguments are those of `enclose_inverse_forms`.
+
+    Args:
+        meat_matmat: products (b, P) -> (b, P) with G₀, whose norm is no more than `norm`.
+        reach: κ, at least ‖A⁻¹r‖ in the norm of G₀ for ‖r‖ = 1.
+
+    Cost: as of `enclose_inverse_forms`, and a product with G₀ a round (four at most).
+    """
+    run = _Run(matmat, rows, floor, precondition, norm)
+    eps = torch.finfo(rows.dtype).eps
+    least = _OF_ROWS * eps * _dot(rows, rows).sqrt()  # a residual that is rounding
+    for _ in range(_ROUNDS):
+        x = run.solution
+        value = _dot(x, meat_matmat(x)).clamp(min=0)
+        run.enough = (_RESERVE * tolerance * value.sqrt() / reach).maximum(least)
+        run.iterate(_RESERVE * tolerance, max_products - 1)
+        x, r = run.solution, run.residual_anew()
+        value, square = _dot(x, meat_matmat(x)).clamp(min=0), _dot(x, x)
+        margin = _OF_ROWS * eps * (norm / floor) ** 0.5 * value + _OF_PRODUCTS * eps * norm * square
+        margin += least_tolerance(x.dtype) * value
+        off = reach * (_dot(r, r).sqrt() + _OF_PRODUCTS * eps * norm * square.sqrt())
+        low = ((value - margin).clamp(min=0).sqrt() - off).clamp(min=0).square()
+        high = ((value + margin).sqrt() + off).square()
+        is_zero = (value <= margin) & (off <= margin.sqrt())  # but for rounding
+        close = (_half_width(low, high) <= tolerance) | is_zero
+        if bool(close.all()) or run.products >= max_products:
+            break
+    return Enclosure(low, high, run.products, close)
+
+
 def _half_width(low: Tensor, high: Tensor) -> Tensor:
     """Of [√low, √high], relative to the middle; zero for a row of zeros."""
     lower, upper = low.clamp(min=0).sqrt(), high.clamp(min=0).sqrt()
@@ -91,10 +137,16 @@ class _Run:
     precondition: Callable[[Tensor], Tensor]
     norm: float
     products: int = 0
+    enough: Tensor | None = None  # the norm of a residual to stop at, (m,); or by the interval
 
     def __post_init__(self) -> None:
-        self._solution = self.precondition(self.rows).clone()
-        self._residual = self.rows - self._product(self._solution)
+        self.solution = self.precondition(self.rows).clone()
+        self._residual = self.rows - self._product(self.solution)
+
+    def residual_anew(self) -> Tensor:
+        """Compute the true residual of the present solution. Cost: a product."""
+        self._residual = self.rows - self._product(self.solution)
+        return self._residual
 
     def _product(self, vectors: Tensor) -> Tensor:
         self.products += 1
@@ -103,15 +155,19 @@ class _Run:
     def iterate(self, tolerance: float, max_products: int) -> None:
         """Conjugate gradients on the rows whose interval is too wide, by their recurrences."""
         indices = torch.arange(len(self.rows), device=self.rows.device)
-        x, r, f = self._solution, self._residual, self.rows
+        x, r, f = self.solution, self._residual, self.rows
+        enough = self.enough
         p = self.precondition(r)
         rz = _dot(r, p)
         while self.products < max_products:
-            value = _dot(x, f + r)
-            wide = _half_width(value, value + _dot(r, r) / self.floor) > tolerance
+            value, square = _dot(x, f + r), _dot(r, r)
+            if enough is None:
+                wide = _half_width(value, value + square / self.floor) > tolerance
+            else:
+                wide = square.sqrt() > enough[indices]
             wide &= rz > 0
             if not bool(wide.all()):
-                self._solution[indices[~wide]] = x[~wide]
+                self.solution[indices[~wide]] = x[~wide]
                 indices, x, r, f, p, rz = (part[wide] for part in (indices, x, r, f, p, rz))
             if not len(indices):
                 return
@@ -121,12 +177,12 @@ class _Run:
             z = self.precondition(r)
             before, rz = rz, _dot(r, z)
             p = z + (rz / before).to(image.dtype)[:, None] * p
-        self._solution[indices] = x.clone()
+        self.solution[indices] = x.clone()
 
     def enclose(self) -> tuple[Tensor, Tensor]:
         """Return the interval from the present solution, with its true residual."""
-        x, floor, norm = self._solution, self.floor, self.norm
-        r = self._residual = self.rows - self._product(x)
+        x, floor, norm = self.solution, self.floor, self.norm
+        r = self.residual_anew()
         image = self._product(r)
         square, value = _dot(r, r), _dot(x, self.rows + r)
         some = square > 0

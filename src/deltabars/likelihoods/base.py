@@ -28,6 +28,9 @@ from deltabars.errors import BadValueError, DataError, LossWarning, warn
 
 Divisor = Literal["weights", "elements", "nothing"]
 
+_SINGULAR = 1e-12  # of the largest eigenvalue of S: what is below counts as zero
+_ROUNDED_UP = 1.001
+
 
 class Likelihood(ABC):
     """What the network's outputs mean."""
@@ -97,6 +100,22 @@ class Likelihood(ABC):
     @abstractmethod
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Rᵀ, (B, C, C), with R Rᵀ = ∂²loss/∂z² (the targets decide how much an example counts)."""
+
+    def surprise(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute χ = ℓ'ᵀ(∂²loss/∂z²)⁺ℓ' of each example, (B,), in float64; infinite outside S.
+
+        The gradient g of an example and its Jacobian J have ggᵀ ≤ χ·JᵀSJ.
+        """
+        outputs = outputs.detach().double()
+        root = self.curvature_root(outputs, targets).double()  # Rᵀ
+        values, vectors = torch.linalg.eigh(root.mT @ root)
+        along = (self.loss_gradient(outputs, targets).double().unsqueeze(1) @ vectors).squeeze(1)
+        known = values > values[:, -1:].clamp(min=1e-300) * _SINGULAR
+        safe = values.where(known, torch.ones_like(values))
+        inside = torch.where(known, along.square() / safe, 0.0)
+        left = torch.where(known, 0.0, along.square()).sum(1)
+        total = along.square().sum(1)
+        return _ROUNDED_UP * inside.sum(1).where(left <= _SINGULAR * total, torch.inf)
 
     @abstractmethod
     def label(self, mean: Tensor) -> Tensor | None:

@@ -183,6 +183,7 @@ class LastLayer:
 
 
 L2Rates = float | Mapping[str, float]
+AUTO = "auto"  # λ by the evidence
 Selection = str | Sequence[str] | Callable[..., bool] | LastLayer | None
 
 
@@ -365,12 +366,12 @@ def scaled(l2: L2Rates, factor: float) -> L2Rates:
 def _check_number(l2: Any) -> float:
     """Return λ as a float; refuse it unless it is finite and above zero."""
     if isinstance(l2, bool) or not isinstance(l2, Real) or not math.isfinite(l2) or l2 <= 0:
-        number, several = "Python number", "a mapping from name patterns to such numbers"
+        number, several = "Python number", "a mapping from name patterns to such numbers, or 'auto'"
         if is_option("l2"):
-            number, several = "number", "PATTERN=NUMBER …"
+            number, several = "number", "PATTERN=NUMBER …, or auto"
         raise BadValueError(
             f"l2: expected a finite {number} above zero (the weight decay of the training cost), "
-            f"or {several}, got {l2!r}."
+            f"{several}, got {l2!r}."
         )
     return float(l2)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -26,7 +27,14 @@ from deltabars.problem.data import (
     ranges_of,
 )
 from deltabars.problem.network import Network, model_errors
-from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
+from deltabars.problem.parameters import (
+    AUTO,
+    L2Rates,
+    LastLayer,
+    ParameterSpace,
+    Prior,
+    Selection,
+)
 from deltabars.problem.sharding import own_part
 from deltabars.runtime.distributed import Group, check_same_options, current_group
 from deltabars.runtime.memory import DATA, ChunkSize, chunk_within, resolve_budget, share
@@ -60,7 +68,7 @@ class Problem:
     Attributes:
         parameters: those that count, P in number, and their positions in the flat vector.
         likelihood: with weights, if any, of mean one over the data.
-        given_l2: λ as it was given.
+        given_l2: λ as it was given; `"auto"` where it is to be found (see `at_l2`).
         prior: λ of the cost above: the given one, unless a loss module reduces in another way.
         l2: λ, in the coordinates that derivatives are taken in (see `Prior`).
         train_accuracy: on the training data; None where targets are no labels.
@@ -79,7 +87,7 @@ class Problem:
         data: Any,
         likelihood: str | Likelihood | Loss | torch.nn.Module = "categorical",
         parameters: Selection | ParameterSpace = None,
-        l2: L2Rates | Prior | None = None,
+        l2: L2Rates | Prior | str | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -95,8 +103,11 @@ class Problem:
         network = model
         if not isinstance(network, Network):
             network = Network.capture(network, parameters, device, dtype, deterministic)
-        given = l2 if isinstance(l2, Prior) else Prior.read(l2, network.parameters)
-        self.given_l2 = given.given
+        is_open = isinstance(l2, str) and l2 == AUTO  # 1 until `at_l2`
+        given = (
+            l2 if isinstance(l2, Prior) else Prior.read(1.0 if is_open else l2, network.parameters)
+        )
+        self.given_l2: L2Rates | str = AUTO if is_open else given.given
         self.network = replace(network, scales=given.scales)
         self.device, self.dtype = network.device, network.dtype
         self.parameters = network.parameters
@@ -142,9 +153,16 @@ class Problem:
         self.train_accuracy = None if math.isnan(right) else right / self.num_examples
         self.constant_answer = self.likelihood.constant_answer(totals.moments, self.num_examples)
         self._data_gradient = (totals.gradient / weight).to(self.dtype)
-        self.prior = given.times(loss.l2_factor(self.num_examples, self.num_outputs, weight))
+        counts = self.num_examples, self.num_outputs, weight
+        self.prior = given if is_open else given.times(loss.l2_factor(*counts))
         self.l2 = self.prior.level
         self.spaces = Spaces.of(self.num_parameters, self.reached, self.group)
+
+    def at_l2(self, l2: float) -> Problem:
+        """Return the same problem with another λ, one for all parameters."""
+        other = copy(self)
+        other.prior, other.l2 = Prior.read(l2, self.parameters), l2
+        return other
 
     @property
     def num_reached(self) -> int:
@@ -204,8 +222,13 @@ class Problem:
         guesses = found is not None and found <= accuracy + spread
         return self.mean_loss >= loss or (guesses and self.mean_loss > _HARDLY * loss)
 
-    def warn_of_optimum(self, far: str) -> None:
-        """Warn of weights at no optimum; `far` says how far predictions there are, or nothing."""
+    def warn_of_optimum(self, far: str, contradicted: str = "") -> None:
+        """Warn of weights at no optimum.
+
+        Args:
+            far: how far predictions at one are; or nothing.
+            contradicted: what the evidence says of λ; or nothing.
+        """
         chance = mode = ""
         if self.is_at_chance:
             accuracy, loss = self.constant_answer
@@ -233,7 +256,7 @@ class Problem:
             f"gradient of norm {float(self.gradient.norm()):.3g}, which is "
             f"{self.relative_gradient:.0%} of the sum of its two parts{far and f': {far}'}. Train "
             "on with this cost, or give the l2 that the network was trained with (weight_decay of "
-            f"SGD and Adam; not of AdamW).{mode}",
+            f"SGD and Adam; not of AdamW).{mode}{contradicted and f' l2: {contradicted}'}",
             OptimumWarning,
         )
 
