@@ -86,7 +86,24 @@ class Oracle:
     def matrix(self, name: str) -> Tensor:
         return {"hessian": self.hessian, "opg": self.opg, "ggn": self.ggn}[name]()
 
-    def parameter_covariance(self, estimator: str) -> Tensor:
+    def meat(self) -> Tensor:
+        """G₀: the mean of gₙgₙᵀ, without λ."""
+        rows = self.gradients()
+        return rows.T @ rows / self.count
+
+    def bread(self, estimator: str) -> Tensor:
+        """B of B⁻¹G₀B⁻¹: the matrix of the estimator, or the Hessian of a sandwich; with λ."""
+        return self.matrix("hessian" if estimator == "sandwich" else estimator)
+
+    def influences(self, estimator: str, inputs: Tensor, space: str = "probability") -> Tensor:
+        """fᵀB⁻¹gₙ of each row f of F and each training example n, (B, C, N)."""
+        inverse = torch.linalg.inv(self.bread(estimator))
+        return self.sensitivity(inputs, space) @ inverse @ self.gradients().T
+
+    def parameter_covariance(self, estimator: str, spread: str = "posterior") -> Tensor:
+        if spread == "sampling":
+            inverse = torch.linalg.inv(self.bread(estimator))
+            return inverse @ self.meat() @ inverse / self.count
         if estimator == "sandwich":
             inverse = torch.linalg.inv(self.hessian())
             return inverse @ self.opg() @ inverse / self.count
@@ -99,10 +116,11 @@ class Oracle:
             lambda w: mean(self.outputs(w, inputs)), self.point
         )
 
-    def covariance(self, estimator: str, inputs: Tensor, space: str = "probability") -> Tensor:
+    def covariance(self, estimator, inputs, space="probability", spread="posterior") -> Tensor:
         """F Σ Fᵀ (B, C, C)."""
         rows = self.sensitivity(inputs, space)
-        return rows @ self.parameter_covariance(estimator) @ rows.mT
+        return rows @ self.parameter_covariance(estimator, spread) @ rows.mT
 
-    def std(self, estimator: str, inputs: Tensor, space: str = "probability") -> Tensor:
-        return self.covariance(estimator, inputs, space).diagonal(dim1=1, dim2=2).sqrt()
+    def std(self, estimator, inputs, space="probability", spread="posterior") -> Tensor:
+        whole = self.covariance(estimator, inputs, space, spread)
+        return whole.diagonal(dim1=1, dim2=2).sqrt()

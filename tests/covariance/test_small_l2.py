@@ -20,6 +20,7 @@ from tests.oracles import Oracle
 FLOAT32 = 2.0**-22  # relative: an end of an interval is rounded to float32, and so is its middle
 TINY = 1e-9  # of the largest: below, float64 has few digits of 1 − p in the oracle's derivatives
 ESTIMATORS = ("opg", "ggn", "hessian", "sandwich")
+SPREADS = ("posterior", "sampling")
 
 
 class Case:
@@ -77,12 +78,12 @@ class Case:
         options = {"space": self.space, "rank": self.used, "moderation": None, **options}
         return fit.predict(self.unseen, **options)
 
-    def exact(self):
-        return self.oracle.std(self.estimator, self.unseen.double(), self.space)
+    def exact(self, spread="posterior"):
+        return self.oracle.std(self.estimator, self.unseen.double(), self.space, spread)
 
-    def outside(self, out) -> float:
+    def outside(self, out, spread="posterior") -> float:
         """How far the exact value is out of its interval at the worst, relative to itself."""
-        exact = self.exact()
+        exact = self.exact(spread)
         counted, score = exact > TINY * exact.max(), exact.square().sum(1).sqrt()
         far = (out.std.double() - exact).abs() - out.std_error.double()
         far = torch.stack([far, out.std_low - exact, exact - out.std_high]).amax(0) / exact
@@ -95,7 +96,10 @@ def test_no_interval_misses(start):
     """λ₁/λ from 1e1 to 1e7, four estimators, three solvers, both spaces, moved λ, fewer pairs."""
     for seed in range(start, start + 15):
         case = Case(seed)
-        assert case.outside(case.predict(case.fit())) <= FLOAT32, seed
+        fit = case.fit()
+        for spread in SPREADS:
+            out = case.predict(fit, spread=spread)
+            assert case.outside(out, spread) <= FLOAT32, (seed, spread)
 
 
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])
@@ -124,7 +128,8 @@ def test_residuals_that_are_allowed_widen_the_interval(seed):
     case = Case(seed)
     case.fitted_l2, case.used = case.l2, None
     fit = case.fit(rank=6, solver="krylov", residual_tolerance=0.03)
-    assert case.outside(case.predict(fit)) <= FLOAT32
+    for spread in SPREADS:
+        assert case.outside(case.predict(fit, spread=spread), spread) <= FLOAT32
 
 
 def test_a_file_that_does_not_say_how_far_rounding_went_is_held_to_the_usual(tmp_path):

@@ -74,6 +74,7 @@ class Spread:
     high: Tensor
     paper_delta: Tensor  # the paper's bound on the error of the variance, (B, C)
     covariance: Tensor | None  # F Σ Fᵀ, (B, C, C), where it was asked for
+    beyond: Tensor | None = None  # the part of the variance outside the eigenvectors, (B, C)
 
     def __post_init__(self) -> None:
         if self.covariance is not None:  # symmetric to the last bit, which products are not
@@ -86,7 +87,8 @@ class Spread:
         if whole is not None:
             whole = factors.unsqueeze(-1) * whole * factors.unsqueeze(-2)
         low, high, delta = squares * self.low, squares * self.high, squares * self.paper_delta
-        return Spread(squares * self.variance, low, high, delta, whole)
+        beyond = None if self.beyond is None else squares * self.beyond
+        return Spread(squares * self.variance, low, high, delta, whole, beyond)
 
     def std(self, bound: str) -> Interval:
         """Return the standard deviation of each class, with the named bound."""
@@ -180,6 +182,7 @@ class Defects:
     rows: float = 0.0  # η: how far rows that A is made of are off, relative to √λ₁
     result: float = 0.0  # a relative error of every standard deviation
     shift: float = 0.0  # how far each row f is off, relative to ‖f‖
+    missed: float = 0.0  # how far above the last pair an eigenvalue can be that was not found
 
 
 EXACT = Defects()
@@ -243,7 +246,7 @@ class Tail:
         coupling = float((known.square() / used).sum() / floor) ** 0.5 + rows
         coupling += defects.products / (lowest * floor) ** 0.5
         bend = (2 * defects.rows + defects.skew) * (float(used[0]) / lowest) ** 0.5
-        drift = defects.products + float(known[-1])
+        drift = max(defects.products + float(known[-1]), defects.missed)
         return cls(rank, l2, last, rank == size, floor, defects, coupling, bend, drift)
 
     @property

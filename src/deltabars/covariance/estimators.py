@@ -35,6 +35,7 @@ ESTIMATORS: Mapping[str, tuple[str, ...]] = {
 
 DEFAULT_ESTIMATOR = "opg"  # of every way to a fit; see docs/choosing.md for what was measured
 BOUNDS = ("rigorous", "paper")
+SPREADS = ("posterior", "sampling")
 
 
 def build_covariance(
@@ -87,6 +88,7 @@ class InverseCovariance(Covariance):
     tail: Tail  # those that are not
     num_examples: float  # N (N/σ² at noise σ)
     full_rank: bool = True  # whether the tail counts (c = 1/λ̃) or not (c = 0)
+    closing: float | None = None  # a measured c, in place of 1/λ̃
 
     def spread(
         self, squares: Tensor, projections: Mapping[str, Tensor], gram: Tensor | None = None
@@ -119,6 +121,7 @@ class InverseCovariance(Covariance):
             high=high / self.num_examples,
             paper_delta=self.tail.inverse_error * outside / self.num_examples,
             covariance=covariance,
+            beyond=c * outside / self.num_examples,
         )
 
     def _loosened(
@@ -159,4 +162,6 @@ class InverseCovariance(Covariance):
 
     @property
     def _c(self) -> float:
-        return 1.0 / self.tail.harmonic_mean if self.full_rank else 0.0
+        if not self.full_rank:
+            return 0.0
+        return 1.0 / self.tail.harmonic_mean if self.closing is None else self.closing
