@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deltabars
-from deltabars.errors import DataWarning, LossWarning, OptimumWarning, SpectrumWarning
+from deltabars.errors import (
+    DataWarning,
+    EvidenceWarning,
+    IntervalWarning,
+    LossWarning,
+    OptimumWarning,
+    SpectrumWarning,
+)
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.recipes.digits import train_to_convergence
 from tests.networks import make_case
@@ -140,7 +147,10 @@ def repeated() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def fit(model: nn.Module, data: Any, **options: Any) -> deltabars.DeltaFit:
     """Fit without the warnings about weights and data."""
     with warnings.catch_warnings():
-        for category in (OptimumWarning, SpectrumWarning, LossWarning, DataWarning):
+        for category in (
+            OptimumWarning, SpectrumWarning, LossWarning, DataWarning, EvidenceWarning,
+            IntervalWarning,
+        ):  # fmt: skip
             warnings.simplefilter("ignore", category)
         return deltabars.fit(model, data, **{"l2": L2, "rank": 12, "progress": False, **options})
 

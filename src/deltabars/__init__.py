@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from deltabars import curvature, eigen, errors, likelihoods
     from deltabars.cli.sources.models import trained
     from deltabars.eigen.pairs import EigenPairs
+    from deltabars.fitting import checking
     from deltabars.fitting.checkpoints import CheckpointFolder
     from deltabars.fitting.fit import fit
     from deltabars.fitting.fitted import DeltaFit, load
+    from deltabars.fitting.polishing import polish
+    from deltabars.fitting.replicas import resample
     from deltabars.prediction import metrics, ranking
     from deltabars.prediction.prediction import Prediction
     from deltabars.problem.parameters import last_layer
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
-    "CheckpointFolder", "DeltaFit", "EigenPairs", "Prediction", "Problem", "curvature",
+    "CheckpointFolder", "DeltaFit", "EigenPairs", "Prediction", "Problem", "checking", "curvature",
     "distributed", "eigen", "errors", "fit", "last_layer", "likelihoods", "load", "metrics",
-    "ranking", "trained",
+    "polish", "ranking", "resample", "trained",
 ]  # fmt: skip
 
 _DEFINED_IN = {
@@ -45,10 +48,13 @@ _DEFINED_IN = {
     "fit": "fitting.fit",
     "last_layer": "problem.parameters",
     "load": "fitting.fitted",
+    "polish": "fitting.polishing",
+    "resample": "fitting.replicas",
     "trained": "cli.sources.models",
 }
 # Modules with a shorter name; those below the line are of version 0.5 and go with the next one.
 _ALIASES = {
+    "checking": "fitting.checking",
     "distributed": "runtime.distributed",
     "metrics": "prediction.metrics",
     "ranking": "prediction.ranking",

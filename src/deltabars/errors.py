@@ -159,6 +159,14 @@ class LossWarning(DeltaBarsWarning):
     """The loss can be read in more than one way, which decides what l2 means."""
 
 
+class EvidenceWarning(DeltaBarsWarning):
+    """A given λ is far from the one that the data support."""
+
+
+class IntervalWarning(DeltaBarsWarning):
+    """The guaranteed intervals of a prediction are wider than its error bars."""
+
+
 class SpectrumWarning(DeltaBarsWarning):
     """The spectrum breaks the premise of the error bound, or of a covariance."""
 

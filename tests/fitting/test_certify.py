@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import deltabars
-from deltabars.errors import BadValueError, ConvergenceWarning
+from deltabars.errors import BadValueError, ConvergenceWarning, OptimumWarning, SpectrumWarning
 from deltabars.likelihoods.gaussian import Gaussian
 from tests.conftest import cached_case
 from tests.networks import make_case
@@ -60,6 +62,72 @@ def test_logits_other_decays_and_sandwich_fits():
     per = torch.cat([torch.full((p.numel(),), 0.07 if n[2:] == "bias" else 0.1) for n, p in parts])
     own = Oracle(case.model, case.inputs, case.targets, per.double())
     assert holds(several, own.std("opg", case.unseen))
+
+
+@pytest.mark.parametrize("kind", ["dense", "convolutional", "rectified"])
+@pytest.mark.parametrize("estimator", ["opg", "ggn", "sandwich"])
+def test_the_sampling_spread(kind, estimator):
+    """Of three ranks and tolerances; of a sandwich fit that of G."""
+    seed = len(kind) % 3
+    case = make_case(kind, l2=(0.05, 0.005, 0.5)[seed], seed=200 + seed)
+    asked = {"spread": "sampling"} | ({"estimator": "opg"} if estimator == "sandwich" else {})
+    exact = case.oracle.std("ggn" if estimator == "ggn" else "opg", case.unseen, spread="sampling")
+    for rank in (1, 2 + 6 * seed, case.oracle.size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SpectrumWarning)  # about H, which is not asked for
+            fit = fitted(case, estimator, rank)
+        for tolerance in (1e-2, 1e-4, 1e-6):
+            out = fit.certify(case.unseen, case.data, tolerance=tolerance, **asked)
+            assert holds(out, exact)
+            assert bool((out.std_error <= tolerance * out.std).all())
+            assert bool((out.score_error <= tolerance * out.score).all())
+            assert bool(((out.std - exact).abs() <= out.std_error + 1e-11 * exact).all())
+
+
+@pytest.mark.parametrize("estimator", ["opg", "ggn"])
+def test_the_sampling_spread_in_other_ways(estimator):
+    """Logits, float32, a moved λ, λs by pattern, noise, a file, and too few products."""
+    case, asked = cached_case("dense", l2=0.1), {"spread": "sampling"}
+    single = fitted(case, estimator, dtype=torch.float32).certify(case.unseen, case.data, **asked)
+    assert holds(single, case.oracle.std(estimator, case.unseen, **asked))
+    fit = fitted(case, estimator)
+    out = fit.certify(case.unseen, case.data, space="logit", batch_size=3, **asked)
+    assert holds(out, case.oracle.std(estimator, case.unseen, "logit", "sampling"))
+    moved = fit.with_l2(0.02).certify(case.unseen, case.data, **asked)
+    own = Oracle(case.model, case.inputs, case.targets, 0.02)
+    assert holds(moved, own.std(estimator, case.unseen, **asked))
+    several = fitted(case, estimator, l2={"*": 0.1, "*.bias": 0.07})
+    levels = [
+        (p.numel(), 0.07 if n[2:] == "bias" else 0.1) for n, p in case.model.named_parameters()
+    ]
+    per = torch.cat([torch.full((count,), level, dtype=torch.float64) for count, level in levels])
+    own = Oracle(case.model, case.inputs, case.targets, per)
+    out = several.certify(case.unseen, case.data, **asked)
+    assert holds(out, own.std(estimator, case.unseen, **asked))
+    real = make_case("dense", l2=0.05, seed=7, likelihood="gaussian")
+    for noise in (0.3, "estimate"):
+        whole = fitted(real, estimator, real.oracle.size, likelihood=Gaussian(noise))
+        few = fitted(real, estimator, 12, likelihood=Gaussian(noise)).with_noise(whole.noise)
+        out = few.certify(real.unseen, real.data, tolerance=1e-8, **asked)
+        assert holds(out, whole.predict(real.unseen, **asked).std)
+    hard = make_case("dense", l2=0.0005, seed=5)
+    few, options = fitted(hard, estimator, 1), {"tolerance": 1e-8, "max_products": 3, **asked}
+    with pytest.warns(ConvergenceWarning, match="that are wider after 3 products. They hold"):
+        out = few.certify(hard.unseen, hard.data, **options)
+    assert holds(out, hard.oracle.std(estimator, hard.unseen, **asked))
+
+
+def test_a_prediction_that_no_example_moves_is_certified_as_zero():
+    """An input that is orthogonal to those of the training: no replica says anything else of it."""
+    model = torch.nn.Linear(4, 3, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    inputs = torch.eye(4).double()[:2].repeat(10, 1)
+    data = inputs, torch.arange(20) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimumWarning)
+        fit = deltabars.fit(model, data, l2=0.1, rank=2, estimator="ggn", progress=False)
+    out = fit.certify(torch.eye(4).double()[2:3], data, spread="sampling")
+    assert float(out.std_high.max()) < 1e-7  # the root of rounding
 
 
 @pytest.mark.parametrize("estimator", ["opg", "ggn"])

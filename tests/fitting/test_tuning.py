@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
+from torch import nn
 
 import deltabars
 from deltabars.errors import BadValueError
-from deltabars.fitting.tuning import log_evidence
+from deltabars.fitting.tuning import TUNING_SAMPLES, log_evidence
 from tests.conftest import cached_case
-from tests.networks import make_case
+from tests.networks import make_case, train
+from tests.silence import randn, seeded
 
 
 def fitted(case, estimator="opg", rank=None, **options):
@@ -109,27 +111,76 @@ def test_a_search_that_ends_at_its_edge_says_so():
     assert "at the edge" in repr(found)
 
 
+def mean_loss(out, targets, likelihood) -> float:
+    """The mean −log p of targets by averaged probabilities, or by the total std of numbers."""
+    if likelihood == "gaussian":
+        scatter = torch.distributions.Normal(out.mean, (1 + out.variance).sqrt())
+    elif likelihood == "bernoulli":
+        scatter = torch.distributions.Bernoulli(out.moderated)
+    else:
+        scatter = torch.distributions.Categorical(out.moderated)
+    targets = targets if likelihood == "categorical" else targets.double()
+    return float(-scatter.log_prob(targets).reshape(len(targets), -1).sum(1).mean())
+
+
+@pytest.mark.parametrize("l2", [0.05, "auto"])
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_validation_finds_the_least_loss(likelihood):
-    """Each point of the curve is what predictions with that λ give, one fit a λ."""
+def test_validation_finds_the_least_loss(likelihood, l2):
+    """Each point of the curve is the best of 15 temperatures of predictions with that λ."""
     case = make_case("dense", l2=0.05, seed=30, likelihood=likelihood)
     other = make_case("dense", l2=0.05, seed=31, likelihood=likelihood)
-    fit = fitted(case, "ggn", likelihood=likelihood)
+    fit = fitted(case, "ggn", likelihood=likelihood, l2=l2)
     found = fit.tune_l2([other.data], method="validation")
     assert "validation loss" in repr(found)
-    assert found.l2 == pytest.approx(float(found.levels[found.values.argmin()]))
-    assert len(found.levels) == 61
-    for place in (0, 47, 60):
-        out = fit.with_l2(float(found.levels[place])).predict(other.inputs)
-        if likelihood == "gaussian":
-            scatter = torch.distributions.Normal(out.mean, (1 + out.variance).sqrt())
-        elif likelihood == "bernoulli":
-            scatter = torch.distributions.Bernoulli(out.moderated)
-        else:
-            scatter = torch.distributions.Categorical(out.moderated)
-        targets = other.targets if likelihood == "categorical" else other.targets.double()
-        loss = -scatter.log_prob(targets).reshape(29, -1).sum(1)
-        assert float(found.values[place]) == pytest.approx(float(loss.mean()), rel=1e-9)
+    # Of those that 29 examples hardly tell apart, by two nats of all, that nearest to the fit's.
+    alike = (found.values <= found.values.min() + 2 / 29).nonzero()[:, 0]
+    best = int(alike[(found.levels[alike] / fit.level).log().abs().argmin()])
+    assert found.l2 == pytest.approx(float(found.levels[best]))
+    assert len(found.levels) == len(found.temperatures) == 61
+    assert found.fit.temperature == float(found.temperatures[best])
+    assert found.fit.averages == fit.averages
+    tried = torch.logspace(-0.4, 0.4, 15).double() if likelihood != "gaussian" else torch.ones(1)
+    for place in (0, 47, best, 60):
+        moved = fit.with_l2(float(found.levels[place]))
+        losses = [
+            mean_loss(
+                moved.moved(temperature=float(t)).predict(
+                    other.inputs, samples=TUNING_SAMPLES
+                ),
+                other.targets, likelihood,
+            )
+            for t in tried
+        ]  # fmt: skip
+        # The points of the average are turned by the root of V, which is another one at each T
+        # where log p is what scatters: as many points differ by so much of the loss.
+        near = 1e-4 if likelihood == "categorical" else 1e-8
+        assert float(found.values[place]) == pytest.approx(min(losses), rel=near)
+        at = float(tried[losses.index(min(losses))])
+        assert float(found.temperatures[place]) == pytest.approx(at, rel=1e-6)
+
+
+@pytest.mark.parametrize("times", [0.3, 1, 3])
+def test_confidence_is_a_matter_of_the_temperature_and_not_of_lambda(times):
+    """Logits that are all too small or too large: λ stays within the search, and T makes up."""
+    for seed in range(3):
+        teacher, inputs = randn(6, 3, seed=seed), randn(400, 6, seed=seed + 10)
+        generator = torch.Generator().manual_seed(seed)
+        chances = (1.5 * inputs @ teacher).softmax(1)
+        targets = torch.multinomial(chances, 1, generator=generator)[:, 0]
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), seed)
+        train(model, inputs[:200], targets[:200], 0.005)
+        with torch.no_grad():
+            for part in model[2].parameters():
+                part *= times
+        fit = deltabars.fit(model, (inputs[:200], targets[:200]), rank=53, progress=False)
+        found = fit.tune_l2((inputs[200:], targets[200:]), method="validation")
+        heat = found.fit.temperature
+        assert {0.3: heat < 0.7, 1: 0.6 < heat < 1.7, 3: heat > 1.5}[times], (seed, heat)
+        plain = fit.moved(temperature=1.0).predict(inputs[200:])
+        before = mean_loss(plain, targets[200:], "categorical")
+        after = mean_loss(found.fit.predict(inputs[200:]), targets[200:], "categorical")
+        assert after < before + 1e-3
+        assert not found.at_edge, (seed, found)
 
 
 def test_refused():

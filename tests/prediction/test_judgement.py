@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict
 
 import pytest
@@ -11,9 +12,9 @@ from torch import nn
 
 import deltabars
 from deltabars import Prediction
-from deltabars.errors import OptimumWarning
+from deltabars.errors import IntervalWarning, OptimumWarning
 from deltabars.prediction.prediction import LEVELS, Judgement, impossible, saturated
-from tests.networks import minimise
+from tests.networks import make_case, minimise
 from tests.pages import digits
 
 
@@ -110,3 +111,47 @@ def test_the_distance_from_the_optimum_is_in_error_bars():
             judged = deltabars.fit(far, data, l2=1e-2, **options).predict(data[0][:5]).judgement
         assert judged.level == level
         assert "optimum" in judged.reason
+
+
+def test_the_verdict_of_a_fit_counts_convergence_tail_and_lambda():
+    """The same network before and after its training, with few pairs and all, and other λs."""
+    case = make_case("dense", l2=0.05, seed=4)
+    size, options = case.oracle.size, {"progress": False}
+    converged = deltabars.fit(case.model, case.data, rank=size, **options)
+    assert converged.diagnostics["gradient_to_noise"] < 2
+    said = converged.predict(case.unseen, spread="sampling").judgement
+    assert "by the evidence" in said.facts
+    assert "0% of the variance beyond" in said.facts
+    assert said.facts in str(said)
+    early, many = trained(60, 1e-2)  # of 600 examples
+    with torch.no_grad():
+        early.weight.mul_(0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimumWarning)
+        away = deltabars.fit(early, many, rank=18, **options)
+    judged = away.predict(many[0][:9], spread="sampling").judgement
+    assert judged.level != "bars"
+    assert "times its sampling noise" in judged.reason
+    assert "polish" in judged.remedy
+    level = converged.diagnostics["l2"]["evidence"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = deltabars.fit(case.model, case.data, l2=1000 * level, rank=size, **options)
+    reason = given.predict(case.unseen).judgement.reason
+    assert f"λ = {1000 * level:.3g} was given" in reason
+
+
+@pytest.mark.filterwarnings("default::deltabars.errors.IntervalWarning")
+def test_intervals_wider_than_their_bars_are_warned_of_once():
+    case = make_case("dense", l2=0.05, seed=4)
+    fit = deltabars.fit(case.model, case.data, rank=2, progress=False)
+    with pytest.warns(IntervalWarning, match="eigenpairs, where the bars are estimates"):
+        out = fit.predict(case.unseen, spread="sampling")
+    share = out.tail_share
+    assert bool(((share >= 0) & (share <= 1)).all())
+    assert float(share.max()) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", IntervalWarning)
+        fit.predict(case.unseen, spread="sampling")  # once
+        whole = deltabars.fit(case.model, case.data, rank=case.oracle.size, progress=False)
+        assert float(whole.predict(case.unseen, spread="sampling").tail_share.max()) == 0

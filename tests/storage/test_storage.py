@@ -26,6 +26,7 @@ from deltabars.errors import (
     StorageError,
     WeightsMismatchError,
 )
+from deltabars.fitting.state import Calibration
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.vectors import PartedVectors
@@ -89,6 +90,45 @@ class TestRoundTrip:
         assert same(back.predict(dense_case.unseen), fit.predict(dense_case.unseen))
         assert torch.equal(back.sample(2, seed=1), fit.sample(2, seed=1))
 
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    @pytest.mark.parametrize("size", ["5GB", 500])
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
+    def test_so_does_the_sampling_spread(self, dense_case, tmp_path, estimator, size, dtype):
+        """The meats, the calibration, the temperature, and what is averaged over."""
+        fit = fitted(dense_case, estimator, 7, l2="auto").moved(
+            calibration={
+                "sampling": Calibration(1.25, 0.1, 0.9, 4),
+                "posterior": Calibration(0.5, 0.05, 0.8, 4),
+            },
+            temperature=1.4,
+        )
+        assert fit.averages == "sampling"
+        fit.save(tmp_path / "a", max_file_size=size, dtype=dtype)
+        for offload in (False, True):
+            back = deltabars.load(tmp_path / "a", dense_case.model, offload=offload)
+            assert (back.temperature, back.averages, back.l2) == (1.4, "sampling", fit.l2)
+            assert dict(back.calibration) == dict(fit.calibration)
+            assert back.diagnostics["l2"] == fit.diagnostics["l2"]
+            beside = {"opg": set(), "ggn": {"ggn"}}.get(estimator, {"hessian"})
+            assert set(back.meats) == set(fit.meats) == beside
+            for name, meat in fit.meats.items():
+                for field in ("within", "slopes", "beyond", "whole"):
+                    assert torch.equal(getattr(back.meats[name], field), getattr(meat, field))
+                assert back.meats[name].level == meat.level
+                assert back.meats[name].curvature == meat.curvature
+            ours, theirs = (
+                each.predict(dense_case.unseen, spread="sampling") for each in (back, fit)
+            )
+            if dtype is None:
+                exact = fit.offloaded() if offload else fit
+                assert same(ours, exact.predict(dense_case.unseen, spread="sampling"))
+                drawn = (each.sample(2, seed=1, spread="sampling") for each in (back, exact))
+                assert torch.equal(*drawn)
+            else:  # which widens the interval around the same value
+                assert bool((ours.std_low <= theirs.std_low).all())
+                assert bool((ours.std_high >= theirs.std_high).all())
+                torch.testing.assert_close(ours.std, theirs.std, rtol=0.05, atol=0)
+
     @pytest.mark.parametrize(
         ("name", "expected"),
         [("sandwich-0.5.0.deltabars", 0.9651571855333534), ("sandwich-0.5.0", 2.70720178937517)],
@@ -106,6 +146,9 @@ class TestRoundTrip:
         assert found.l2 == {"*": 0.05, "*.bias": 0.3}
         score = out.score_high if name.endswith("0.5.0") else out.score
         assert float(score[0]) == pytest.approx(expected, rel=1e-13)
+        assert (found.temperature, found.averages, dict(found.calibration)) == (1, "posterior", {})
+        with pytest.raises(BadValueError, match=r"saved by an earlier version.* Fit again"):
+            found.predict(torch.zeros(1, 4).double(), spread="sampling")
 
     def test_what_is_in_a_folder(self, folder):
         index = json.loads((folder / "index.json").read_text())
@@ -274,6 +317,7 @@ def seal(path, content):
     path.write_text(json.dumps(content | {"digest": storage._digest(content)}))
 
 
+CALIBRATION = {"factor": 1.2, "standard_error": 0.1, "r_squared": 0.9, "replicas": 4}
 VALUES = {
     "unsorted": {"opg.values": torch.arange(9.0)},
     "a value that is NaN": {"opg.values": torch.full((9,), torch.nan)},
@@ -283,6 +327,18 @@ VALUES = {
     "complex ones": {"opg.smallest": torch.zeros(2, 2, dtype=torch.complex64)},
     "an overlap of no unit vectors": {"overlap": torch.full((9, 9), 5.0).double()},
     "no λ": {"l2": -1.0},
+    "bars of no width": {"calibration": {"sampling": CALIBRATION | {"factor": 0}}},
+    "a spread of another name": {"calibration": {"other": CALIBRATION}},
+    "half a replica": {"calibration": {"sampling": CALIBRATION | {"replicas": 2.5}}},
+    "a temperature below zero": {"temperature": -1},
+    "no temperature": {"temperature": None},
+    "other averages": {"averages": "x"},
+    "a meat of another shape": {"hessian.meat.within": torch.zeros(8, 8).double()},
+    "a meat beside no pairs": {"meats": {"ggn": {"curvature": 1.0, "level": 1.0}}},
+    "a meat that is NaN": {"hessian.meat.within": torch.full((9, 9), torch.nan).double()},
+    "as many slopes as none": {"hessian.meat.slopes": torch.zeros(0).double()},
+    "less than nothing of a meat": {"hessian.meat.beyond": -torch.ones(1).double()},
+    "half of a meat": {"meats": {"hessian": {"curvature": 1.0}}},
     "a module of torch": {"inputs": {"names": None, "dtypes": ["torch.onnx"], "shapes": [None]}},
 }
 VECTORS = {

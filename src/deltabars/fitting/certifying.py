@@ -1,4 +1,4 @@
-"""Error bars to any tolerance: fᵀA⁻¹f by conjugate gradients on the training data."""
+"""Error bars to any tolerance, posterior or sampling, by conjugate gradients on the data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.base import Spread, Tail
+from deltabars.covariance.sampling import SamplingCovariance
 from deltabars.curvature.base import RowOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
 from deltabars.curvature.sensitivity import check_space
-from deltabars.eigen.quadrature import enclose_inverse_forms, least_tolerance
+from deltabars.eigen.quadrature import (
+    Enclosure,
+    enclose_inverse_forms,
+    enclose_sandwich_forms,
+    least_tolerance,
+)
 from deltabars.errors import BadValueError, ConvergenceWarning, DataError, option, warn
 from deltabars.fitting.state import FittedState, check_positive, check_whole
 from deltabars.likelihoods.base import unit_rows
@@ -41,6 +47,7 @@ def certify(
     data: Any,
     tolerance: float,
     space: str,
+    spread: str,
     estimator: str | None,
     max_products: int | None,
     batch_size: int | None,
@@ -88,16 +95,23 @@ def certify(
     each *= state.num_outputs * network.dtype.itemsize
     room = share(problem.memory_budget, BASIS)
     size = batch_size or chunk_within(room, each, _LARGEST_CHUNK, network.device)
-    pairs = state.pairs_of(name)
-    enclose = partial(
-        enclose_inverse_forms,
-        _products(state, problem, name),
-        floor=problem.l2,
-        precondition=_preconditioner(state, name),
-        tolerance=tolerance,
-        max_products=max_products or _ENOUGH_PRODUCTS,
-        norm=float(pairs.values[0]),
-    )
+    limits: dict[str, Any] = {
+        "floor": problem.l2,
+        "precondition": _preconditioner(state, name),
+        "tolerance": tolerance,
+        "max_products": max_products or _ENOUGH_PRODUCTS,
+        "norm": float(state.pairs_of(name).values[0]),
+    }
+    product = _products(state, problem, name)
+    enclose: Callable[[Tensor], Enclosure] = partial(enclose_inverse_forms, product, **limits)
+    if spread == "sampling":
+        covariance = state.covariance_of(name, state.rank, spread=spread)
+        assert isinstance(covariance, SamplingCovariance)
+        meat = _meat_products(state, problem)
+        if name != "opg":
+            limits["norm"] = max(limits["norm"], covariance.meat.norm)
+        reach = covariance.reach
+        enclose = partial(enclose_sandwich_forms, product, meat, reach=reach, **limits)
     parts, wide, in_mean = [], 0, space == "probability"
     total = len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
     with Progress("Certifying", total, "input", progress) as bar:
@@ -106,7 +120,7 @@ def certify(
                 rows, outputs = _sensitivities(state, chunk.inputs, space)
                 with full_precision(network.device):
                     found = enclose(rows.flatten(0, 1))
-                ends = torch.stack([found.low, found.high]) / state.informative_examples
+                ends = torch.stack([found.low, found.high]) / state.examples_for(spread, name)
                 low, high = ends.view(2, *outputs.shape)
                 middle, mean = (ends.sqrt().mean(0).square()), likelihood.mean(outputs)
                 parts.append(
@@ -129,7 +143,7 @@ def certify(
             "allow more products, or fit with a larger rank.",
             ConvergenceWarning,
         )
-    return Prediction.concatenate(parts).judged_by(state.evidence(state.rank, name))
+    return Prediction.concatenate(parts).judged_by(state.evidence(state.rank, name, spread))
 
 
 def _products(state: FittedState, problem: Problem, name: str) -> Callable[[Tensor], Tensor]:
@@ -142,6 +156,12 @@ def _products(state: FittedState, problem: Problem, name: str) -> Callable[[Tens
         return image if factor == 1 else factor * image + (1 - factor) * problem.l2 * rows
 
     return product
+
+
+def _meat_products(state: FittedState, problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Return products with G₀ at noise σ, over σ² like those of G."""
+    operator, factor = OPGOperator(problem), 1.0 / (state.noise or 1.0) ** 2
+    return lambda rows: factor * operator.data_matmat(rows)
 
 
 def _preconditioner(state: FittedState, name: str) -> Callable[[Tensor], Tensor]:

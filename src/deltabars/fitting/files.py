@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.estimators import ESTIMATORS, SPREADS
+from deltabars.covariance.sampling import Meat
 from deltabars.eigen.pairs import ROUNDING, EigenPairs
 from deltabars.errors import (
     BadValueError,
@@ -29,7 +30,7 @@ from deltabars.errors import (
     shortened,
     warn,
 )
-from deltabars.fitting.state import FittedState
+from deltabars.fitting.state import Calibration, FittedState
 from deltabars.likelihoods.base import LIKELIHOODS, described, from_description, is_own
 from deltabars.problem.data import GENERATED, Signature
 from deltabars.problem.network import MOST_GENERATED, Behaviour, Network, weights_fingerprint
@@ -53,6 +54,7 @@ from deltabars.storage.writing import read_settled, write_whole_folder
 MAX_FILE_SIZE = "5GB"
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 _SMALL = ("values", "residuals", "smallest", "smallest_residuals")
+_OF_MEAT = ("within", "slopes", "beyond", "whole")
 _OVERLAP, _OUTPUTS = "overlap", "behaviour.outputs"
 _ROUNDING_UP = 1 + 1e-3  # of norms that are computed in float32 and float64
 _LONGEST_NAME, _MOST_DIMENSIONS = 200, 25
@@ -206,12 +208,21 @@ def _head_of(
         "inputs": asdict(state.signature),
         "diagnostics": diagnostics,
         "statistics": statistics,
+        "meats": {
+            name: {"curvature": meat.curvature, "level": meat.level}
+            for name, meat in state.meats.items()
+        },
+        "calibration": {spread: asdict(found) for spread, found in state.calibration.items()},
+        "temperature": state.temperature,
+        "averages": state.averages,
     }
     tensors = {
         f"{name}.{field}": getattr(pairs, field)
         for name, pairs in state.spectra.items()
         for field in _SMALL
     }
+    for name, meat in state.meats.items():
+        tensors |= {f"{name}.meat.{field}": getattr(meat, field) for field in _OF_MEAT}
     if behaviour is not None:
         header["behaviour"] = {"ranges": [list(each) for each in behaviour.ranges]}
         tensors[_OUTPUTS] = behaviour.outputs
@@ -260,6 +271,14 @@ def read_fields(
             _expect(right and bool(outputs.isfinite().all()), "behaviour")
             noted = header["behaviour"]["ranges"]
             behaviour = Behaviour(tuple((tuple(s), low, high) for s, low, high in noted), outputs)
+        meats = {}
+        for name, numbers in header.get("meats", {}).items():
+            known: dict[str, Any] = {f: tensors[f"{name}.meat.{f}"] for f in _OF_MEAT}
+            meats[name] = Meat(**known, **numbers)
+            _check_meat(name, meats[name], len(spectra[name]))
+        calibration = {
+            spread: Calibration(**found) for spread, found in header.get("calibration", {}).items()
+        }
         overlap = tensors.get(_OVERLAP)
         if overlap is not None:  # inner products of unit vectors
             shape = len(spectra["hessian"]), len(spectra["opg"])
@@ -302,6 +321,10 @@ def read_fields(
         "signature": signature,
         "weights": header["weights"],
         "behaviour": behaviour,
+        "meats": {name: meat.to(network.device) for name, meat in meats.items()},
+        "calibration": calibration,
+        "temperature": float(header.get("temperature", 1.0)),
+        "averages": header.get("averages", "posterior"),
         "known_overlap": None if overlap is None else overlap.to(network.device),
     }
 
@@ -329,6 +352,20 @@ def _check_header(header: Mapping[str, Any]) -> None:
         "parameters": 0 < len(own) == len(set(own))
         and all(_is_shape(entry["shape"]) and all(entry["shape"]) for entry in parameters),
         "scales": set(scales) in (set(), set(own)),
+        "temperature": _is_real(header.get("temperature", 1.0))
+        and 1e-3 < header.get("temperature", 1.0) < 1e3,
+        "meats": all(
+            isinstance(found, dict) and set(found) == {"curvature", "level"}
+            for found in header.get("meats", {}).values()
+        ),
+        "averages": header.get("averages", "posterior") in SPREADS,
+        "calibration": all(
+            spread in SPREADS
+            and all(_is_real(found[each]) for each in ("factor", "standard_error", "r_squared"))
+            and found["factor"] > 0
+            and _is_whole(found["replicas"])
+            for spread, found in header.get("calibration", {}).items()
+        ),
         "l2": all(_is_real(each) and each > 0 for each in [*levels, header.get("level", 1.0)]),
         "inputs": len(types) == len(shapes)
         and len(types if names is None else names) == len(types)
@@ -385,6 +422,20 @@ def _check_pairs(name: str, pairs: EigenPairs, size: int) -> None:
     slack = min(_SLACK + 3 * pairs.rounding, _MOST_SLACK)
     off = torch.cat([squares.sqrt() - 1, (products - products.diag().diag()).flatten()])
     _expect(bool((off.abs() < slack).all()), what)  # nor is it where a number is NaN
+
+
+def _check_meat(name: str, meat: Meat, count: int) -> None:
+    """Refuse a meat that no fit has."""
+    size = meat.slopes.shape
+    _expect(meat.within.shape == (count, count) and len(size) == 1, f"{name}.meat")
+    _expect(meat.beyond.shape == size and meat.whole.shape == size and size[0] > 0, f"{name}.meat")
+    for each in _OF_MEAT:
+        tensor: Tensor = getattr(meat, each)
+        right = tensor.dtype == torch.float64 and bool(tensor.isfinite().all())
+        _expect(right and (each == "within" or bool((tensor >= 0).all())), f"{name}.meat.{each}")
+    _expect(all(_is_real(x) and x >= 0 for x in (meat.curvature, meat.level)), f"{name}.meat")
+    values = torch.linalg.eigvalsh(meat.within)
+    _expect(bool(values[0] >= -_SLACK * values[-1].abs()), f"{name}.meat.within")
 
 
 def _stays_in_files(

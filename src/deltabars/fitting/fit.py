@@ -7,31 +7,51 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS
+from deltabars.covariance.sampling import Meat
 from deltabars.covariance.sandwich import SandwichCovariance
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.hessian import HessianOperator
 from deltabars.curvature.opg import OPGOperator
-from deltabars.eigen.pairs import EigenPairs
-from deltabars.errors import DataWarning, ModelError, option, warn
+from deltabars.eigen.pairs import EigenPairs, warn_about_values
+from deltabars.errors import (
+    BadValueError,
+    DataWarning,
+    EvidenceWarning,
+    ModelError,
+    option,
+    warn,
+)
 from deltabars.fitting.checkpoints import Checkpoint, MatrixCheckpoint, Session, identity_of, opened
 from deltabars.fitting.fitted import DeltaFit
-from deltabars.fitting.growth import Probe
+from deltabars.fitting.growth import Probe, drawn
 from deltabars.fitting.solving import Deadline, Task, solve
-from deltabars.fitting.state import FitOptions, FittedState, off_optimum
-from deltabars.fitting.tuning import with_settled_noise
+from deltabars.fitting.state import (
+    DEFAULT_RANK,
+    FitOptions,
+    FittedState,
+    contradicted,
+    off_optimum,
+)
+from deltabars.fitting.surveying import measure_meat
+from deltabars.fitting.tuning import (
+    level_by_evidence,
+    temperature_by_leaving_out,
+    with_settled_noise,
+)
 from deltabars.likelihoods.base import Likelihood, Loss, described, is_own
 from deltabars.likelihoods.categorical import Categorical
 from deltabars.likelihoods.gaussian import Gaussian
+from deltabars.prediction.averaging import can_be_averaged
 from deltabars.problem.network import Behaviour
-from deltabars.problem.parameters import L2Rates, LastLayer, Selection, plain_model
+from deltabars.problem.parameters import AUTO, L2Rates, LastLayer, Selection, plain_model
 from deltabars.problem.problem import Problem
 from deltabars.runtime import VERSION
 from deltabars.runtime.distributed import check_same_options, current_group, same_everywhere
@@ -45,6 +65,11 @@ OPERATORS: dict[str, type[CurvatureOperator]] = {
     "ggn": GGNOperator,
 }
 
+ESTIMATOR_OF_AUTO = "ggn"  # see docs/true-bars.md for what was measured
+
+_LEFT_OUT, _LEFT_OUT_SHARE = 1024, 5  # examples that a temperature is found from, at most 1/5
+_DETERMINED = 0.02  # of the examples, or parameters if these are fewer; of λ
+_ROUNDED = 1e-6  # of the largest number: what is less is rounding
 _ALL_RIGHT = 0.995  # of the training examples: from there on opg is the poorer choice
 
 
@@ -52,8 +77,8 @@ def fit(
     model: torch.nn.Module,
     data: Any,
     *,
-    l2: L2Rates,
-    estimator: str = DEFAULT_ESTIMATOR,
+    l2: L2Rates | str = AUTO,
+    estimator: str = AUTO,
     rank: int | str | None = None,
     tolerance: float | None = None,
     probe: Any = None,
@@ -80,12 +105,14 @@ def fit(
         model: a module that returns logits (B, C). It is never altered.
         data: the training data: a DataLoader, a Dataset, or a pair of tensors (inputs, targets).
             Batches may be tuples, or mappings with `labels`.
-        l2: λ > 0 of the cost that the network was trained with, mean loss + (λ/2)·‖ω‖²: the
-            `weight_decay` of SGD and Adam (AdamW's is another thing). Or λs by name pattern, of
-            which the last that matches counts: `{"*": 0.01, "*.bias": 1e-6}`; eigenvalues are then
-            those of D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
+        l2: `"auto"` for the λ that the evidence finds from the eigenpairs; or the λ > 0 of the cost
+            that the network was trained with, mean loss + (λ/2)·‖ω‖²: the `weight_decay` of SGD and
+            Adam (AdamW's is another thing). Or λs by name pattern, of which the last that matches
+            counts: `{"*": 0.01, "*.bias": 1e-6}`; eigenvalues are then those of
+            D^{-½} A D^{-½} + I, D = diag(λᵢ), in which λ is 1.
         estimator: `"opg"` (cheap, always positive definite), `"hessian"`, `"sandwich"` (both;
-            serves all three), or `"ggn"`.
+            serves all three), or `"ggn"` (up to C times the cost of opg). `"auto"` is opg with a
+            given λ, as in the paper, and ggn with l2="auto" (see docs/true-bars.md).
         rank: K, how many eigenpairs to compute: 100 by default, or P where that is less. The
             bounds of every prediction say whether K was enough. `"auto"` computes pairs until they
             are within `tolerance` on a probe, or the basis fills its share of the memory budget
@@ -149,6 +176,8 @@ def fit(
     """
     started, group = time.perf_counter(), current_group()
     progress = progress and group.is_first
+    if estimator == AUTO:
+        estimator = ESTIMATOR_OF_AUTO if l2 == AUTO else DEFAULT_ESTIMATOR
     options = FitOptions(
         estimator=estimator, rank=rank, tolerance=tolerance, solver=solver, seed=seed,
         probe=None if probe is None else "given", memory_budget=memory_budget,
@@ -171,8 +200,16 @@ def fit(
             options = options.resolved(problem.num_parameters)
             diagnostics = _look_at(problem, options, bar)
         diagnostics["seconds_reading"] = time.perf_counter() - started
-        spectra = _solve_all(problem, options, probe, session, deadline, diagnostics, progress)
-    return _assemble(problem, options, spectra, diagnostics, progress)
+        work = _Work(problem, options, session, deadline, diagnostics, progress)
+        if l2 == AUTO:
+            work = replace(work, problem=problem.at_l2(_starting_l2(problem)))
+            if options.is_automatic:  # which needs λ to say what is enough
+                few = min(DEFAULT_RANK, problem.num_parameters)
+                plain = replace(options, rank=few, tolerance=None, probe=None)
+                first = replace(work, session=None, options=plain)
+                found = level_by_evidence(first.state_of(*first.solved(None)))[0]
+                work = replace(work, problem=problem.at_l2(found))
+        return work.assembled(*work.solved(probe))
 
 
 def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, Any]:
@@ -197,11 +234,7 @@ def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, 
         "mean_loss": problem.mean_loss,
         "train_accuracy": accuracy,
         "given_l2": problem.given_l2,
-        "cost": problem.mean_loss + problem.penalty,
         "parameters_reached": problem.num_reached,
-        "gradient_norm": float(problem.gradient.norm()),
-        "relative_gradient": problem.relative_gradient,
-        "at_chance": problem.is_at_chance,
         "data_fingerprint": record["data"]["fingerprint"],
         "examples_left_out": left_out,
     }
@@ -216,77 +249,201 @@ def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, 
     return found
 
 
-def _solve_all(
-    problem: Problem,
-    options: FitOptions,
-    probe: Any,
-    session: Session | None,
-    deadline: Deadline,
-    diagnostics: dict[str, Any],
-    progress: bool,
-) -> dict[str, EigenPairs]:
-    """Compute the eigenpairs of every matrix of the estimator; add how to the diagnostics."""
-    group, estimator, chosen = problem.group, options.estimator, None
-    sent = group.collectives, group.bytes
-    if options.is_automatic:
-        chosen = Probe.take(problem, probe, options.tolerance, options.seed)
-    if session is not None:
-        number = None if chosen is None else chosen.fingerprint
-        session.begin(identity_of(diagnostics["manifest"], problem, number), problem.memory_budget)
-    spectra: dict[str, EigenPairs] = {}
-    # G before H: it costs less, and the Hessian of a sandwich grows until they are enough together.
-    names = ESTIMATORS[estimator][::-1]
-    for index, name in enumerate(names):
-        operator = OPERATORS[name](problem)
-        growth = None if chosen is None else chosen.growth(operator, name, estimator, spectra)
-        kept = None if session is None else MatrixCheckpoint(session, name)
-        own = deadline.first_of(len(names) - index)
-        spectra[name], diagnostics[name] = solve(
-            Task(name, operator, options, growth, kept, own, progress)
+def _starting_l2(problem: Problem) -> float:
+    """Return a λ to begin with, where the evidence is to find it: the scale of residuals.
+
+    That of a network of which a small share of what could be determined is.
+    """
+    square = float(problem.network.point.double().square().sum())
+    if not square > 0:
+        raise BadValueError(
+            "l2: expected weights that are not all zero to find it from, got zeros. Give a number: "
+            "the weight decay of the training."
         )
-        if growth is not None:
-            diagnostics["rank"] = growth.outcome(spectra[name])
-    if group.size > 1:
-        diagnostics["processes"] = {
-            "count": group.size,
-            "examples": problem.data.counts,
-            "source": problem.data.source,
-            "columns": problem.spaces.whole.columns.widths,
-            "collectives": group.collectives - sent[0],
-            "bytes": group.bytes - sent[1],
-        }
-    return {name: spectra[name] for name in ESTIMATORS[estimator]}
+    determined = _DETERMINED * min(problem.num_examples, problem.num_reached)
+    scale = 1.0
+    if isinstance(problem.likelihood, Gaussian):
+        scale = (problem.likelihood.noise or 0.0) ** 2 or 2 * problem.mean_loss
+    return max(determined, 1.0) * (scale or 1.0) / (problem.num_examples * square)
 
 
-def _assemble(
-    problem: Problem,
-    options: FitOptions,
-    spectra: dict[str, EigenPairs],
-    diagnostics: dict[str, Any],
-    progress: bool,
-) -> DeltaFit:
-    network, signature = problem.network, problem.data.signature
-    fit = DeltaFit(
-        estimator=options.estimator, prior=problem.prior, num_examples=problem.num_examples,
-        num_outputs=problem.num_outputs, spectra=spectra, diagnostics=diagnostics,
-        likelihood=problem.likelihood, network=network, signature=signature,
-        weights=network.weights, behaviour=Behaviour.of(network, signature, problem.ranges),
-        memory_budget=options.memory_budget, progress=progress,
-    )  # fmt: skip
-    if isinstance(fit.likelihood, Gaussian):
-        fit = with_settled_noise(fit)
-    with full_precision(problem.device):
-        distance = _distance_from_optimum(fit, problem.gradient)
-        found = {**diagnostics, "distance_from_optimum": distance}
-        positive = all(float(pairs.values[0]) > 0 for pairs in spectra.values())
-        if fit.estimator == "sandwich" and positive:
-            covariance = fit.covariance_of("sandwich", fit.rank)
-            assert isinstance(covariance, SandwichCovariance)
-            found["sandwich"] = {"interval_reach": covariance.interval_reach}
-    far = off_optimum(problem.relative_gradient, distance)
-    if far or problem.is_at_chance:
-        problem.warn_of_optimum("" if distance is None else far)
-    return fit.moved(diagnostics=found)
+@dataclass(frozen=True)
+class _Work:
+    """A fit, from its problem to its result."""
+
+    problem: Problem
+    options: FitOptions
+    session: Session | None
+    deadline: Deadline
+    diagnostics: dict[str, Any]
+    progress: bool
+
+    def solved(self, probe: Any) -> tuple[dict[str, EigenPairs], dict[str, Meat], dict[str, Any]]:
+        """Compute the eigenpairs of every matrix of the estimator, and the meat beside them."""
+        problem, options, session = self.problem, self.options, self.session
+        group, estimator, chosen = problem.group, options.estimator, None
+        diagnostics = dict(self.diagnostics)
+        sent = group.collectives, group.bytes
+        if options.is_automatic:
+            chosen = Probe.take(problem, probe, options.tolerance, options.seed)
+        if session is not None:
+            number = None if chosen is None else chosen.fingerprint
+            identity = identity_of(diagnostics["manifest"], problem, number)
+            session.begin(identity, problem.memory_budget)
+        spectra: dict[str, EigenPairs] = {}
+        meats: dict[str, Meat] = {}
+        # G before H: it costs less, and the Hessian of a sandwich grows until they are enough
+        # together.
+        names = ESTIMATORS[estimator][::-1]
+        for index, name in enumerate(names):
+            operator = OPERATORS[name](problem)
+            growth = None if chosen is None else chosen.growth(operator, name, estimator, spectra)
+            kept = None if session is None else MatrixCheckpoint(session, name)
+            own = self.deadline.first_of(len(names) - index)
+            task = Task(name, operator, options, growth, kept, own, self.progress)
+            spectra[name], diagnostics[name], beside = solve(task)
+            if growth is not None:
+                diagnostics["rank"] = growth.outcome(spectra[name])
+            del operator, task, growth  # rows that are kept
+            if name != "opg":
+                meats[name] = measure_meat(problem, name, spectra[name], beside)
+        if group.size > 1:
+            diagnostics["processes"] = {
+                "count": group.size,
+                "examples": problem.data.counts,
+                "source": problem.data.source,
+                "columns": problem.spaces.whole.columns.widths,
+                "collectives": group.collectives - sent[0],
+                "bytes": group.bytes - sent[1],
+            }
+        return {name: spectra[name] for name in ESTIMATORS[estimator]}, meats, diagnostics
+
+    def state_of(
+        self,
+        spectra: dict[str, EigenPairs],
+        meats: dict[str, Meat],
+        diagnostics: dict[str, Any],
+    ) -> DeltaFit:
+        """Return a fit at the λ of the problem, whose noise is not settled yet."""
+        problem, options = self.problem, self.options
+        network, signature = problem.network, problem.data.signature
+        return DeltaFit(
+            estimator=options.estimator, prior=problem.prior, num_examples=problem.num_examples,
+            num_outputs=problem.num_outputs, spectra=spectra, diagnostics=diagnostics,
+            likelihood=problem.likelihood, network=network, signature=signature,
+            weights=network.weights, behaviour=Behaviour.of(network, signature, problem.ranges),
+            memory_budget=options.memory_budget, progress=self.progress, meats=meats,
+        )  # fmt: skip
+
+    def assembled(
+        self,
+        spectra: dict[str, EigenPairs],
+        meats: dict[str, Meat],
+        diagnostics: dict[str, Any],
+    ) -> DeltaFit:
+        """Settle λ and the noise; look at the trained point with them."""
+        problem, is_auto = self.problem, self.problem.given_l2 == AUTO
+        fit = self.state_of(spectra, meats, diagnostics)
+        noted = _level_of(fit, is_auto)
+        if is_auto:
+            assert noted is not None
+            problem = problem.at_l2(noted["evidence"])
+            shift = problem.l2 - fit.level
+            moved = {name: pairs.mapped(1.0, shift) for name, pairs in spectra.items()}
+            for name, pairs in moved.items():
+                warn_about_values(name, pairs, problem.l2, was_moved=True)
+            fit = fit.moved(prior=problem.prior, spectra=moved)
+        if isinstance(fit.likelihood, Gaussian):
+            fit = with_settled_noise(fit)
+        if is_auto and can_be_averaged(fit.num_outputs, fit.likelihood):
+            count = min(_LEFT_OUT, max(1, problem.num_examples // _LEFT_OUT_SHARE))
+            own = drawn(problem, count, self.options.seed)
+            gathered = problem.group.gather_objects(own) if problem.group.size > 1 else [own]
+            few = [batch.to(problem.device, problem.dtype) for part in gathered for batch in part]
+            temperature = temperature_by_leaving_out(fit, few)
+            fit = fit.moved(averages="sampling", temperature=temperature)
+        with full_precision(problem.device):
+            distance = _distance_from_optimum(fit, problem.gradient)
+            found = {
+                **diagnostics,
+                **_at_point(problem),
+                "l2": noted,
+                "distance_from_optimum": distance,
+                "gradient_to_noise": _gradient_to_noise(fit, problem.gradient),
+            }
+            positive = all(float(pairs.values[0]) > 0 for pairs in fit.spectra.values())
+            if fit.estimator == "sandwich" and positive:
+                covariance = fit.covariance_of("sandwich", fit.rank)
+                assert isinstance(covariance, SandwichCovariance)
+                found["sandwich"] = {"interval_reach": covariance.interval_reach}
+        far = off_optimum(problem.relative_gradient, distance)
+        # Where λ is not that of the training, a gradient beside it says nothing.
+        other = "" if noted is None or is_auto else _contradiction(noted)
+        if problem.is_at_chance or (far and not is_auto):
+            problem.warn_of_optimum("" if distance is None else far, other)
+        elif other and problem.group.is_first:
+            warn(f"l2: {other}", EvidenceWarning)
+        return fit.moved(diagnostics=found)
+
+
+def _at_point(problem: Problem) -> dict[str, Any]:
+    """Return what depends on λ at the trained point."""
+    return {
+        "cost": problem.mean_loss + problem.penalty,
+        "gradient_norm": float(problem.gradient.norm()),
+        "relative_gradient": problem.relative_gradient,
+        "at_chance": problem.is_at_chance,
+    }
+
+
+def _level_of(fit: DeltaFit, is_auto: bool) -> dict[str, Any] | None:
+    """Return the λ in use beside that of the evidence; None where there is none."""
+    try:
+        value, low, high = level_by_evidence(fit)
+    except BadValueError:
+        if is_auto:
+            raise
+        return None
+    found = {"how": AUTO if is_auto else "given", "value": value if is_auto else fit.level}
+    return found | {"evidence": value, "evidence_low": low, "evidence_high": high}
+
+
+def _contradiction(noted: Mapping[str, Any]) -> str:
+    """Say that a given λ is more than ten times off the interval of the evidence's, if it is."""
+    used, value = noted["value"], noted["evidence"]
+    low, high = noted["evidence_low"], noted["evidence_high"]
+    if not contradicted(noted):
+        return ""
+    times, way = (used / value, "less") if used > value else (value / used, "more")
+    return (
+        f"expected a λ that the data support, got {used:.3g}, where the evidence says {value:.3g} "
+        f"({low:.2g} to {high:.2g}), {times:,.0f} times {way}. {option('l2', AUTO)} takes that."
+    )
+
+
+def _gradient_to_noise(fit: DeltaFit, gradient: torch.Tensor) -> float | None:
+    """Return the median over the pairs of t = |qₖᵀg|·√(N/qₖᵀG₀qₖ), g the gradient of the cost.
+
+    Near or below 1 the weights are as near an optimum as N examples can tell.
+    """
+    name = fit.main_matrix
+    pairs = fit.spectra[name]
+    data = (pairs.values - fit.level).double().cpu()
+    own = data if name == "opg" else fit.meats[name].within.diagonal().double().cpu()
+    along = _along(gradient, pairs.vectors).abs()
+    # Of directions that the data determine, and where their gradients are more than rounding.
+    known = (own > _ROUNDED * own.max()) & (data > _DETERMINED * fit.level)
+    if not bool(known.any()):
+        return None
+    return float((along[known] * (fit.num_examples / own[known]).sqrt()).median())
+
+
+def _along(gradient: torch.Tensor, vectors: Basis) -> torch.Tensor:
+    """Return the coordinates of the gradient (P,) in the eigenvectors, (K,), float64."""
+    row: Basis = gradient[None].to(vectors.device)
+    if isinstance(vectors, ShardedVectors):
+        row = ShardedVectors(gradient[None, vectors.space.own], vectors.space)
+    return products(row, vectors)[0].cpu()
 
 
 def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float | None:
@@ -297,11 +454,7 @@ def _distance_from_optimum(state: FittedState, gradient: torch.Tensor) -> float 
     determine. None where the curvature is not positive, so that no minimum is known to be near.
     """
     pairs = state.pairs_of(state.main_matrix)
-    vectors = pairs.vectors
-    row: Basis = gradient[None].to(vectors.device)
-    if isinstance(vectors, ShardedVectors):
-        row = ShardedVectors(gradient[None, vectors.space.own], vectors.space)
-    along = products(row, vectors)[0].cpu()
+    along = _along(gradient, pairs.vectors)
     values = pairs.values.double().cpu()
     if not bool((values > 0).all()):
         return None

@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 
 from deltabars.covariance.base import Tail
-from deltabars.covariance.estimators import BOUNDS, ESTIMATORS
+from deltabars.covariance.estimators import BOUNDS
 from deltabars.curvature.sensitivity import check_space
 from deltabars.eigen.pairs import is_whole
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, IntervalWarning, option, warn
 from deltabars.fitting.certifying import certify
 from deltabars.fitting.files import MAX_FILE_SIZE, read_fields, save
-from deltabars.fitting.state import FittedState, check_whole
+from deltabars.fitting.replicas import calibrate
+from deltabars.fitting.state import FittedState, check_spread, check_whole
 from deltabars.fitting.tuning import Tuning, tune_l2, with_l2, with_noise
 from deltabars.prediction.averaging import SAMPLES, choose_moderation
 from deltabars.prediction.display import axes_or_new, html_table, paragraph
-from deltabars.prediction.prediction import Prediction
+from deltabars.prediction.prediction import Prediction, mean_bound, tail_share
 from deltabars.prediction.scoring import Classes, Scorer, choose_classes
-from deltabars.problem.parameters import L2Rates
+from deltabars.problem.parameters import L2Rates, LastLayer
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.vectors import PartedVectors, first
 
+_WIDER = 1.0  # of the value: intervals that reach further are warned of
 _WORTH_READING = 0.5  # of a std: an interval that reaches further says little
 _GAP = 0.12  # the drawn width of what was not computed, as a share of the rest
 
@@ -46,6 +48,7 @@ class DeltaFit(FittedState):
         rank: int | None = None,
         full_rank: bool = True,
         space: str = "probability",
+        spread: str = "posterior",
         covariance: bool = False,
         bound: str = "rigorous",
         estimator: str | Sequence[str] | None = None,
@@ -64,6 +67,9 @@ class DeltaFit(FittedState):
             rank: use the first pairs only; all of them by default.
             full_rank: close the spectrum with λ (the default), or use the K pairs alone.
             space: `"probability"` for error bars of the mean, `"logit"` for those of the outputs.
+            spread: `"posterior"` for what the data leave open, the paper's numbers; `"sampling"`
+                for how far a prediction would move if the network were trained again on as many
+                other examples, B⁻¹G₀B⁻¹/N.
             covariance: compute the covariance of the classes as well.
             bound: `"rigorous"`, or `"paper"` for the published formulas.
             estimator: the fit's own by default; a sandwich fit also serves `"hessian"` and
@@ -84,8 +90,14 @@ class DeltaFit(FittedState):
             estimator=estimator, rank=rank, classes=classes, batch_size=batch_size
         )
         check_space(space)
+        check_spread(spread)
         if bound not in BOUNDS:
             raise BadValueError(f"bound: expected one of {BOUNDS}, got {bound!r}.")
+        if bound == "paper" and spread != "posterior":
+            raise BadValueError(
+                "bound: expected 'rigorous' with spread='sampling': the paper bounds the posterior "
+                "alone."
+            )
         if bound == "paper" and not full_rank:
             raise BadValueError(
                 "bound: expected 'rigorous' with full_rank=False: the paper bounds the full-rank "
@@ -93,23 +105,47 @@ class DeltaFit(FittedState):
             )
         shown = self.shows_progress(progress)
         average = choose_moderation(
-            moderation, samples, seed, self.num_outputs, self.likelihood, subset=chosen is not None
-        )
+            moderation, samples, seed, self.num_outputs, self.likelihood,
+            subset=chosen is not None, temperature=self.temperature,
+        )  # fmt: skip
         with full_precision(self.network.device):
-            covariances = {name: self.covariance_of(name, used, full_rank) for name in names}
-        matrices = sorted({matrix for name in names for matrix in ESTIMATORS[name]})
+            covariances = {n: self.covariance_of(n, used, full_rank, spread) for n in names}
+            averaged = {}
+            if self.averages != spread and self.averages == "sampling":
+                averaged = {n: self.covariance_of(n, used, full_rank, "sampling") for n in names}
+        matrices = sorted({matrix for name in names for matrix in self.matrices_of(name, spread)})
         scorer = Scorer(
             self.pullback, self.likelihood, self.signature,
             {matrix: first(self.spectra[matrix].vectors, used) for matrix in matrices}, covariances,
             space, bound, with_covariance=covariance, classes=chosen, moderation=average,
-            memory_budget=self.memory_budget,
+            memory_budget=self.memory_budget, averaged=averaged,
         )  # fmt: skip
         results = {
-            name: found.judged_by(self.evidence(used, name))
+            name: found.judged_by(self.evidence(used, name, spread))
             for name, found in scorer.predict(inputs, batch_size, shown).items()
         }
         is_one = estimator is None or isinstance(estimator, str)
+        if is_one and rank is None and bound == "rigorous":  # others look at widths on purpose
+            self._warn_of_width(results[names[0]], spread)
         return results[names[0]] if is_one else results
+
+    def _warn_of_width(self, prediction: Prediction, spread: str) -> None:
+        """Warn once where intervals are wider than what they are of, with the remedy."""
+        warned: set[str] = self.__dict__.setdefault("_warned_of_width", set())
+        bound = mean_bound(prediction)
+        if bound <= _WIDER or spread in warned:
+            return
+        warned.add(spread)
+        last = "" if self.evidence(self.rank, self.estimator).last_layer else (
+            f", or fewer parameters ({option('params', LastLayer())})"
+        )  # fmt: skip
+        warn(
+            f"predict: expected intervals narrower than the error bars, got ± {bound:.0%} on "
+            f"average: {tail_share(prediction):.0%} of the variance is outside the {self.rank} "
+            f"eigenpairs, where the bars are estimates. Narrower: a larger rank, certify "
+            f"for single inputs{last}.",
+            IntervalWarning,
+        )
 
     def check_request(
         self,
@@ -138,6 +174,7 @@ class DeltaFit(FittedState):
         *,
         tolerance: float = 1e-3,
         space: str = "probability",
+        spread: str = "posterior",
         estimator: str | None = None,
         max_products: int | None = None,
         batch_size: int | None = None,
@@ -149,7 +186,7 @@ class DeltaFit(FittedState):
         (`deltabars.eigen.quadrature`). The interval is a theorem.
 
         Args:
-            inputs, space, batch_size, progress: as for `predict`; each input is dear.
+            inputs, space, spread, batch_size, progress: as for `predict`; each input is dear.
             data: the training data of the fit.
             tolerance: for half of the width of each std's interval, relative to its middle.
             estimator: `"opg"` or `"ggn"`; a sandwich fit serves `"opg"`.
@@ -158,14 +195,37 @@ class DeltaFit(FittedState):
         Cost: about √(λ_K/λ)·log(1/tolerance) passes over the data for each batch of inputs.
         """
         shown = self.shows_progress(progress)
+        check_spread(spread)
         return certify(
-            self, inputs, data, tolerance, space, estimator, max_products, batch_size, shown
+            self, inputs, data, tolerance, space, spread, estimator, max_products, batch_size, shown
         )
+
+    def calibrate(
+        self, replicas: Sequence[Any], inputs: Any, *, progress: bool | None = None
+    ) -> DeltaFit:
+        """Bring the level of the bars to the scatter of retrained networks.
+
+        The shape of the bars is known from the fit; one factor is estimated from two replicas or
+        more (`deltabars.resample` makes their data), by least squares through the origin, for each
+        spread. All that a spread gives is multiplied by it, intervals and draws too.
+
+        Args:
+            replicas: the network trained again on bootstrap samples of its data: modules, state
+                dicts or files.
+            inputs: like those to be predicted; a few hundred. No targets are needed.
+            progress: whether to show it; as the fit does by default.
+
+        Returns:
+            A fit, with `calibration["sampling"]` and `["posterior"]`: the `factor`, its
+            `standard_error`, and the `r_squared` of the replicas' scatter on the bars.
+        """
+        return calibrate(self, replicas, inputs, self.shows_progress(progress))
 
     def with_l2(self, l2: L2Rates) -> DeltaFit:
         """Move the fit to another λ: the eigenvalues shift by the difference. Cost: nothing.
 
-        The weights ω̂ stay as they are. A noise σ that was estimated is estimated anew.
+        The weights ω̂ stay as they are. A noise σ that was estimated is estimated
+        anew; a calibration does not carry over.
         """
         return with_l2(self, l2)
 
@@ -208,25 +268,29 @@ class DeltaFit(FittedState):
         most = float((1 - self.level / (values + slack)).sum())
         return low, most + max(0.0, rest * (1 - self.level / (last + slack)))
 
-    def sample(self, n: int, seed: int = 0, *, full_rank: bool = True) -> Tensor:
+    def sample(
+        self, n: int, seed: int = 0, *, full_rank: bool = True, spread: str = "posterior"
+    ) -> Tensor:
         """Draw `n` parameter vectors (n, P) from N(ω̂, Σ), Σ the covariance of the fit.
 
         ω = ω̂ + N^{-½}(Q Λ^{-½} Qᵀz + λ̃^{-½}(z − QQᵀz)) with z ~ N(0, I); for the sandwich
         ω̂ + N^{-½} H̃⁻¹ G̃^{½} z. Split one into named tensors with
         `fit.network.parameters.unflatten`.
 
-        At full rank all P weights scatter, by about (λN)^{-½} where the data say nothing;
-        `full_rank=False` takes the K directions alone.
+        `spread="sampling"` draws what retraining on other examples would give, with Σ = B⁻¹G₀B⁻¹/N.
+        At full rank all P weights scatter, of the posterior by about (λN)^{-½} where the data say
+        nothing; `full_rank=False` takes the K directions alone.
         """
         check_whole("n", n)
         check_whole("seed", seed, 0)
+        check_spread(spread)
         network = self.network
         generator = torch.Generator().manual_seed(int(seed))
         noise = torch.randn((n, self.num_parameters), generator=generator, dtype=torch.float64)
         noise = noise.to(network.device, network.dtype)
         vectors = {name: pairs.vectors for name, pairs in self.spectra.items()}
         with full_precision(network.device):
-            covariance = self.covariance_of(self.estimator, self.rank, full_rank)
+            covariance = self.covariance_of(self.estimator, self.rank, full_rank, spread)
             drawn = covariance.root(vectors, noise)
             return network.point + (drawn if network.scale is None else drawn * network.scale)
 

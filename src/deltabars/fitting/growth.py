@@ -49,7 +49,7 @@ class Probe:
         group = problem.group
         count = max(1, _MOST_ROWS // problem.num_outputs)
         if inputs is None:
-            batches = _drawn(problem, min(count, _MOST_INPUTS, problem.num_examples), seed)
+            batches = drawn(problem, min(count, _MOST_INPUTS, problem.num_examples), seed)
         else:
             batch = next(read_inputs(inputs, problem.data.signature, problem.network), None)
             if batch is None:
@@ -228,7 +228,7 @@ class ProbeGrowth:
         }
 
 
-def _drawn(problem: Problem, count: int, seed: int) -> list[Batch]:
+def drawn(problem: Problem, count: int, seed: int) -> list[Batch]:
     """Draw some of the examples without replacement. Cost: one pass over the data."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(problem.num_examples, generator=generator)[:count].sort().values

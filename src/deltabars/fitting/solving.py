@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import deltabars.eigen as eigen
+from deltabars.covariance.sampling import TRACE
 from deltabars.curvature.base import CurvatureOperator, RowOperator
 from deltabars.eigen.basis import default_block_size, fewest
 from deltabars.eigen.pairs import (
@@ -28,6 +30,7 @@ from deltabars.errors import CheckpointMismatchError, ConvergenceWarning, option
 from deltabars.fitting.checkpoints import MatrixCheckpoint
 from deltabars.fitting.growth import ProbeGrowth
 from deltabars.fitting.state import FitOptions
+from deltabars.fitting.surveying import TailProbe, tail_moments
 from deltabars.problem.parameters import LastLayer
 from deltabars.runtime.distributed import Group
 from deltabars.runtime.memory import BASIS, share
@@ -40,6 +43,7 @@ _MOSTLY_DENSE = 4096  # likewise, where an eighth or more of the pairs are wante
 _DENSE_BLOCK = 64
 _USUAL_GROWTH = 2.2  # basis vectors a pair: about what trained networks take
 _LEAST_GROWTH = 64
+_RECOMPUTED_BLOCK = 20  # vectors at least, where rows are computed again on each pass
 _GROWING_BLOCK = 20  # vectors, where the number of pairs is not known yet
 _WORTH_ANNOUNCING = 60.0  # seconds
 _ENOUGH = 0.5  # seconds that are measured; less is mostly chance
@@ -94,24 +98,29 @@ class Task:
         return "dense" if small and self.options.max_seconds is None else "krylov"
 
 
-def solve(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
-    """Compute eigenpairs; return how they were found, how good they are, and how long it took."""
+def solve(task: Task) -> tuple[EigenPairs, dict[str, Any], TailProbe]:
+    """Compute eigenpairs; return how they were found, how good they are, and a probe beside them.
+
+    What comes from a checkpoint is audited again.
+    """
     kept = task.checkpoint
     found = None if kept is None else kept.finished(task.operator.device, task.growth)
     if found is not None:
-        _check_derivatives(task, *found)
+        probe = _check_derivatives(task, *found)
         if found[0].statistics.get("solver") in ("lanczos", "block_krylov"):
             warn_unconverged(found[0], float(found[0].statistics["tolerance"]))
-    pairs, diagnostics = _computed(task) if found is None else found
+        pairs, diagnostics = found
+    else:
+        pairs, diagnostics, probe = _computed(task)
     warn_of_audit(task.name, diagnostics)
     warn_about_values(task.name, pairs, task.operator.problem.l2)
     space = task.operator.spaces.whole
     if space.group.size > 1:  # which hold their own columns
         pairs = replace(pairs, vectors=ShardedVectors(pairs.vectors, space))
-    return pairs, diagnostics
+    return pairs, diagnostics, probe
 
 
-def _computed(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
+def _computed(task: Task) -> tuple[EigenPairs, dict[str, Any], TailProbe]:
     name, operator, growth = task.name, task.operator, task.growth
     started, total = time.perf_counter(), task.rank if growth is None else None
     with (
@@ -137,30 +146,36 @@ def _computed(task: Task) -> tuple[EigenPairs, dict[str, Any]]:
                 f"smaller rank, or fewer parameters, such as {option('params', LastLayer())}.",
                 ConvergenceWarning,
             )
-        quality = audit(operator.whole_matmat, operator.spaces.whole, pairs, task.options.seed)
+        probe = TailProbe(operator, pairs, task.options.seed)
+        beside = partial(probe.beside, operator)
+        quality = audit(beside, operator.spaces.whole, pairs, task.options.seed)
         measured = {key: quality.pop(key) for key in (SKEW, PRODUCT_ROUNDING)}
         pairs = replace(pairs, statistics={**measured, **pairs.statistics})
         if isinstance(operator, RowOperator):
             # No eigenvalue of G or GGN is below λ; one that comes out so is rounded.
             quality["rounded_below_l2"] = max(0.0, operator.row_shift - float(pairs.values[-1]))
             pairs = replace(pairs, values=pairs.values.clamp(min=operator.row_shift))
-            quality["data_trace"] = operator.data_trace()
+            quality[TRACE] = operator.data_trace()
+        moments = tail_moments(probe, name)
     diagnostics = {
         **pairs.statistics,
         **quality,
+        **moments,
         "tail_below_l2": max(0.0, operator.problem.l2 - pairs.least),
         "seconds": time.perf_counter() - started,
     }
     if task.checkpoint is not None and not is_stopped:
         task.checkpoint.finish(pairs, diagnostics, growth)
-    return pairs, diagnostics
+    return pairs, diagnostics, probe
 
 
-def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any]) -> None:
+def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any]) -> TailProbe:
     """Refuse pairs from a checkpoint that are no longer those of the matrix. Cost: a product."""
     operator = task.operator
     with operator.problem.network.same_bits(), full_precision(operator.device):
-        now = audit(operator.whole_matmat, operator.spaces.whole, pairs, task.options.seed)
+        probe = TailProbe(operator, pairs, task.options.seed)
+        beside = partial(probe.beside, operator)
+        now = audit(beside, operator.spaces.whole, pairs, task.options.seed)
     if not now["residual_rms"] <= max(now["residual_limit"], 2 * before["residual_rms"]):
         raise CheckpointMismatchError(
             f"checkpoint: expected eigenpairs of this {task.name}, got ‖Aq − λq‖ of "
@@ -168,6 +183,7 @@ def _check_derivatives(task: Task, pairs: EigenPairs, before: Mapping[str, Any])
             "and the loss are the same, but derivatives of the model have changed (a detach(), "
             "say). Give another folder."
         )
+    return probe
 
 
 def _run(task: Task, bar: Progress) -> EigenPairs:
@@ -178,6 +194,8 @@ def _run(task: Task, bar: Progress) -> EigenPairs:
     block = _DENSE_BLOCK if task.solver == "dense" else 1
     if task.solver == "krylov" and isinstance(operator, RowOperator):
         block = _GROWING_BLOCK if growth else default_block_size(rank)
+        if not operator.keeps_rows:  # a pass costs about the same for one vector and for twenty
+            block = max(block, min(_RECOMPUTED_BLOCK, rank))
     report, is_over = _Steps(task, bar, block), task.deadline.is_over
     matrix = _OwnColumns(operator, rank + options.smallest)
     limited: dict[str, Any] = {

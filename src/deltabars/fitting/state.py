@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from numbers import Real
 from types import MappingProxyType
@@ -16,8 +16,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from deltabars.covariance.base import Covariance, Defects
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR, ESTIMATORS, build_covariance
+from deltabars.covariance.base import Covariance, Defects, Tail
+from deltabars.covariance.estimators import (
+    DEFAULT_ESTIMATOR,
+    ESTIMATORS,
+    SPREADS,
+    build_covariance,
+)
+from deltabars.covariance.sampling import TRACE, Meat, SamplingCovariance, mean_curvature
 from deltabars.curvature.pullback import Pullback
 from deltabars.eigen.pairs import EigenPairs, check_rank, is_whole
 from deltabars.errors import BadValueError, option
@@ -25,7 +31,14 @@ from deltabars.likelihoods.base import Likelihood
 from deltabars.prediction.prediction import Evidence
 from deltabars.problem.data import Signature
 from deltabars.problem.network import Behaviour, Network
-from deltabars.problem.parameters import L2Rates, LastLayer, ParameterSpace, Prior, Selection
+from deltabars.problem.parameters import (
+    AUTO,
+    L2Rates,
+    LastLayer,
+    ParameterSpace,
+    Prior,
+    Selection,
+)
 from deltabars.runtime.vectors import products
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
@@ -33,6 +46,7 @@ DEFAULT_RANK = 100
 DEFAULT_TOLERANCE = 0.05  # of `rank="auto"`
 
 _LEAST = {"rank": 1, "seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
+CONTRADICTED = 10.0  # times: a given λ that is farther from that of the evidence is warned of
 _FAR, _FAR_RELATIVE = 1.0, 0.5  # error bars; of the relative gradient
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
 _ROWS = 8  # rows of gradients, relative to √λ₁
@@ -46,6 +60,12 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
     """Refuse what is not a whole number from `least` on."""
     if not is_whole(value) or not least <= value < 2**63:
         raise BadValueError(f"{name}: expected a whole number from {least} on, got {value!r}.")
+
+
+def check_spread(spread: Any) -> None:
+    """Refuse a spread that does not exist."""
+    if not isinstance(spread, str) or spread not in SPREADS:
+        raise BadValueError(f"spread: expected one of {SPREADS}, got {spread!r}.")
 
 
 def check_positive(name: str, value: Any, example: str = "") -> None:
@@ -129,10 +149,11 @@ class FitOptions:
         """Whether the rank is chosen by a probe."""
         return self.rank == "auto"
 
-    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2Rates) -> None:
+    def check_for(self, model: torch.nn.Module, params: Selection, l2: L2Rates | str) -> None:
         """Refuse what is wrong for a model whatever the data are, before these are read."""
         space = ParameterSpace.select(model, params)
-        Prior.read(l2, space)
+        if l2 != AUTO:
+            Prior.read(l2, space)
         if isinstance(self.rank, int):
             check_rank(self.rank, space.size)
 
@@ -140,6 +161,16 @@ class FitOptions:
         """Return the same with a rank, where none was given."""
         rank = min(DEFAULT_RANK, num_parameters) if self.rank is None else self.rank
         return replace(self, rank=rank)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The factor that brings the bars of a fit to the scatter of retrained networks."""
+
+    factor: float
+    standard_error: float  # of the factor
+    r_squared: float  # of the replicas' scatter on the bars, over all inputs and outputs
+    replicas: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -160,14 +191,19 @@ class FittedState:
     memory_budget: int | None = None  # bytes; None for half of what is free
     progress: bool = True
     known_overlap: Tensor | None = None  # M where it is known, say of vectors before rounding
+    meats: Mapping[str, Meat] = field(default_factory=dict)  # G₀ beside H or GGN, at noise 1
+    calibration: Mapping[str, Calibration] = field(default_factory=dict)  # by spread
+    temperature: float = 1.0  # that logits are divided by before they are averaged
+    averages: str = "posterior"  # the spread of the weights that `moderated` averages over
 
     def __post_init__(self) -> None:
-        for name in ("spectra", "diagnostics"):
+        for name in ("spectra", "diagnostics", "meats", "calibration"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {name: dict(values[name]) for name in ("spectra", "diagnostics")}
+        mappings = ("spectra", "diagnostics", "meats", "calibration")
+        plain = {name: dict(values[name]) for name in mappings}
         return partial(type(self), **(values | plain)), ()
 
     @property
@@ -222,6 +258,11 @@ class FittedState:
         overlap = self.__dict__.get("overlap", self.known_overlap)
         return replace(self, known_overlap=overlap, **changes)
 
+    def examples_for(self, spread: str, estimator: str) -> float:
+        """Return the N that a covariance divides by; over c² for bars calibrated by a factor c."""
+        known = self.calibration.get(spread) if estimator == self.estimator else None
+        return self.informative_examples / (1.0 if known is None else known.factor) ** 2
+
     def pairs_of(self, name: str) -> EigenPairs:
         """Return the eigenpairs of a matrix at the fit's noise σ: G's data part is over σ².
 
@@ -233,26 +274,79 @@ class FittedState:
         factor = 1 / float(self.noise or 1.0) ** 2
         return pairs.mapped(factor, self.level * (1 - factor))
 
-    def covariance_of(self, estimator: str, rank: int, full_rank: bool = True) -> Covariance:
+    def covariance_of(
+        self, estimator: str, rank: int, full_rank: bool = True, spread: str = "posterior"
+    ) -> Covariance:
         """Return Σ of an estimator that the fit serves, from its first `rank` pairs."""
         if not isinstance(full_rank, bool):
             raise BadValueError(f"full_rank: expected True or False, got {full_rank!r}.")
         found: dict[Any, Covariance] = self.__dict__.setdefault("_covariances", {})
-        key = estimator, rank, full_rank
-        if key not in found:
+        key = estimator, rank, full_rank, spread
+        if key in found:
+            return found[key]
+        if spread == "sampling":
+            found[key] = self._sampling_covariance(estimator, rank, full_rank)
+        else:
             known = {name: self.pairs_of(name) for name in self.spectra}
             both = estimator == "sandwich"
             found[key] = build_covariance(
                 estimator, {name: pairs.values for name, pairs in known.items()}, rank=rank,
                 l2=self.level, num_parameters=self.num_parameters,
-                num_examples=self.informative_examples, overlap=self.overlap if both else None,
+                num_examples=self.examples_for(spread, estimator),
+                overlap=self.overlap if both else None,
                 least_hessian=self.spectra["hessian"].exact_least if both else None,
-                defects={name: _defects_of(name, pairs) for name, pairs in known.items()},
+                defects={name: self._defects_of(name, pairs) for name, pairs in known.items()},
                 full_rank=full_rank,
             )  # fmt: skip
         return found[key]
 
-    def evidence(self, rank: int, estimator: str) -> Evidence:
+    def matrices_of(self, estimator: str, spread: str) -> tuple[str, ...]:
+        """Return the matrices whose eigenvectors the covariance of an estimator needs."""
+        needed = ESTIMATORS[estimator]
+        return needed[:1] if spread == "sampling" else needed  # the bread
+
+    def meat_of(self, name: str) -> Meat:
+        """Return G₀ beside the eigenvectors of a matrix, at the fit's noise."""
+        pairs, known = self.pairs_of(name), self.diagnostics.get(name, {})
+        if name == "opg":
+            factor = 1 / float(self.noise or 1.0) ** 2
+            _, mean = mean_curvature(self.spectra[name].values, self.level, known)
+            return Meat.of_itself(pairs.values - self.level, factor * mean).to(pairs.values.device)
+        if name not in self.meats:
+            raise BadValueError(
+                f"spread: expected 'posterior', got 'sampling' of a {self.estimator} fit that was "
+                "saved by an earlier version, without the gradients' outer products. Fit again."
+            )
+        return self.meats[name].scaled(1 / float(self.noise or 1.0) ** 2)
+
+    def _sampling_covariance(self, estimator: str, rank: int, full_rank: bool) -> Covariance:
+        name = self.matrices_of(estimator, "sampling")[0]
+        pairs, known = self.pairs_of(name), self.diagnostics.get(name, {})
+        least = pairs.exact_least if name == "hessian" else None
+        size, defects = self.num_parameters, self._defects_of(name, pairs)
+        tail = Tail.after(pairs.values, rank, self.level, size, least, defects)
+        rest, _ = mean_curvature(self.spectra[name].values, self.level, known)
+        meat = self.meat_of(name).first(tail.rank, pairs.values - self.level, rest)
+        values = pairs.values[: tail.rank].double()
+        examples = self.examples_for("sampling", estimator)
+        return SamplingCovariance(name, values, tail, meat, examples, full_rank)
+
+    def _defects_of(self, name: str, pairs: EigenPairs) -> Defects:
+        """Bound how far the pairs of a matrix, and what is computed with them, can be from exact.
+
+        Where pairs have not converged a larger eigenvalue may be missing: of G and GGN it is no
+        more than what their trace leaves.
+        """
+        defects = _defects_of(name, pairs)
+        trace, count = self.diagnostics.get(name, {}).get(TRACE), len(pairs)
+        if trace is None or int(pairs.statistics.get("converged", count)) >= count:
+            return defects
+        factor = 1 / float(self.noise or 1.0) ** 2 if name == "opg" else 1.0
+        left = factor * float(trace) - float((pairs.values - self.level).clamp(min=0).sum())
+        above = max(0.0, left) + self.level - float(pairs.values[-1])
+        return replace(defects, missed=max(0.0, above))
+
+    def evidence(self, rank: int, estimator: str, spread: str = "posterior") -> Evidence:
         """Return what a fit knows of the quality of all its error bars."""
         network, known = self.network, self.diagnostics
         last = set(network.parameters.names) <= set(LastLayer().names(network.model))
@@ -262,7 +356,20 @@ class FittedState:
             for value in map(known.get, ("relative_gradient", "distance_from_optimum"))
         )
         far, at_chance = off_optimum(gradient or 0.0, distance), known.get("at_chance") is True
-        return Evidence(rank, estimator == "opg", last, far, at_chance)
+        level, calibration = known.get("l2"), self.calibration.get(spread)
+        calibration = calibration if estimator == self.estimator else None
+        level = level if isinstance(level, Mapping) else {}
+        ratio, value = known.get("gradient_to_noise"), level.get("evidence")
+        is_given = level.get("how") != AUTO
+        numbers = (ratio, value)
+        ratio, value = (float(x) if isinstance(x, int | float) else None for x in numbers)
+        return Evidence(
+            rank, estimator == "opg", last, far if is_given else "", at_chance, spread,
+            l2=self.level, l2_evidence=value, is_given=is_given,
+            is_contradicted=bool(is_given and value and contradicted(level)),
+            gradient_to_noise=ratio,
+            calibrated=0 if calibration is None else calibration.replicas,
+        )  # fmt: skip
 
     def served(self, asked: str | Sequence[str] | None) -> list[str]:
         """Return the names of the wanted estimators; refuse those that the fit does not serve."""
@@ -294,6 +401,13 @@ def off_optimum(relative_gradient: float, distance: float | None) -> str:
     if distance is None:
         return f"the gradient of the cost is {relative_gradient:.0%} of the sum of its two parts"
     return f"predictions at the optimum differ by about {distance:.1f} of their error bars"
+
+
+def contradicted(noted: Mapping[str, Any]) -> bool:
+    """Return whether a given λ is more than ten times off the interval of the evidence's."""
+    ends = (noted.get(name) for name in ("value", "evidence_low", "evidence_high"))
+    used, low, high = (float(x) if isinstance(x, int | float) else math.nan for x in ends)
+    return used < low / CONTRADICTED or used > high * CONTRADICTED
 
 
 def _defects_of(name: str, pairs: EigenPairs) -> Defects:

@@ -13,31 +13,38 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from deltabars.covariance.estimators import ESTIMATORS
+from deltabars.covariance.base import Covariance
+from deltabars.covariance.estimators import SPREADS, InverseCovariance
+from deltabars.covariance.sampling import TRACE, SamplingCovariance, mean_curvature
 from deltabars.eigen.pairs import warn_about_values
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.state import FittedState
+from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
-from deltabars.prediction.averaging import SAMPLES, choose_moderation
+from deltabars.prediction.averaging import Moderation, choose_moderation
 from deltabars.prediction.scoring import Scorer
-from deltabars.problem.data import iterate, labelled
+from deltabars.problem.data import Batch, iterate, labelled
 from deltabars.problem.parameters import L2Rates, Prior, scaled
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
 METHODS = ("marginal_likelihood", "validation")
+TUNING_SAMPLES = 128  # points of the scatter, while a temperature is searched
 _DECADES = 6  # to either side of the fitted λ; on validation data a half of that
 _GRID = 241
 _TRIED = 61  # on validation data: ten a decade
 _ZOOMS = 6  # each to the neighbours of the best point
+_FEW_TEMPERATURES, _MANY_TEMPERATURES = 15, 41
+_ALIKE = 2.0  # nats of all examples together: about what chance makes
+_TEMPERATURE_DECADES = 0.4  # to either side of 1
 _READ_SIZE = 1024  # examples
 _HALVINGS = 64  # of an interval of σ: to the last bit
 
@@ -52,7 +59,10 @@ def with_l2(state: State, l2: L2Rates) -> State:
     for name, pairs in spectra.items():
         warn_about_values(name, pairs, prior.level, was_moved=True)
     diagnostics = {**state.diagnostics, "fitted_l2": state.diagnostics.get("fitted_l2", state.l2)}
-    return with_settled_noise(state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics))
+    if isinstance(noted := diagnostics.get("l2"), Mapping):
+        diagnostics["l2"] = {**noted, "how": "moved", "value": prior.level}
+    moved = state.moved(prior=prior, spectra=spectra, diagnostics=diagnostics, calibration={})
+    return with_settled_noise(moved)
 
 
 def with_settled_noise(state: State) -> State:
@@ -87,7 +97,7 @@ def with_noise(state: State, noise: Any) -> State:
 def _noises(state: FittedState, levels: Tensor) -> Tensor:
     """Return the σ of a fit at each λ, (n,), float64: given, or estimated there; else 1."""
     likelihood = state.likelihood
-    if isinstance(likelihood, Gaussian) and likelihood.estimated:
+    if isinstance(likelihood, Gaussian) and (likelihood.estimated or likelihood.noise is None):
         return _estimates(state, levels)
     return torch.full_like(levels, state.noise or 1.0, dtype=torch.float64)
 
@@ -132,10 +142,10 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
     name = state.main_matrix
     pairs, levels = state.spectra[name], levels.double()
     known = (pairs.values - state.level).clamp(min=0).cpu()  # μ at noise 1, (K,)
-    trace = state.diagnostics[name].get("data_trace")
+    trace = state.diagnostics[name].get(TRACE)
     others = max(0, state.diagnostics["parameters_reached"] - len(known))  # m
-    point, scale = state.network.point.double(), state.network.scale
-    square = float((point if scale is None else point / scale).square().sum())
+    rest, mean = mean_curvature(pairs.values, state.level, state.diagnostics[name])
+    square = _squared_weights(state)
     precision = _noises(state, levels) ** -2
     targets = 0 if state.noise is None else state.num_examples * state.num_outputs
     cost = state.diagnostics["mean_loss"] + 0.5 * levels * square
@@ -157,8 +167,65 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
         more = torch.log1p((known + pairs.slack) / floors[:, None]).sum(1)
         least, largest = torch.zeros_like(levels), largest + more - determinant
     base = -cost - 0.5 * determinant
-    middle = 0.0 if trace is None else 0.25 * (least + largest)
+    middle = 0.25 * (least + largest) if trace is not None else torch.zeros_like(levels)
+    if mean > 0:  # as many eigenvalues at the mean as have the trace
+        middle = 0.5 * rest / mean * torch.log1p(mean / floors)
+    if trace is not None:
+        middle = torch.minimum(torch.maximum(middle, 0.5 * least), 0.5 * largest)
     return base - middle, base - 0.5 * largest, base - 0.5 * least
+
+
+def level_by_evidence(state: FittedState) -> tuple[float, float, float]:
+    """Return the λ at which the log marginal likelihood is stationary, and its interval.
+
+    There N·λ‖ω̂‖²/σ² = γ(λ) = Σ μ/(μ + λ) (MacKay). The left side rises with λ and the right one
+    falls, so that there is one such point, wherever it is. γ of the eigenvalues outside the pairs
+    lies between T/(μ_K + λ) and T/(T/m + λ), T their trace and m their number; its value is
+    T/(μ̄ + λ), with the mean μ̄ that the probe of the fit measured. Of a Hessian T is an estimate.
+    """
+    name = state.main_matrix
+    pairs, known = state.spectra[name], state.diagnostics[name]
+    data = (pairs.values - state.level).clamp(min=0).cpu()
+    rest, mean = mean_curvature(pairs.values, state.level, known)
+    others = max(1, state.diagnostics["parameters_reached"] - len(data))
+    square = state.num_examples * _squared_weights(state)
+    ceiling = float(data.sum()) + rest
+    if not (square > 0 and ceiling > 0):
+        what = "weights that are not all zero" if not square else "curvature above zero"
+        raise BadValueError(
+            f"l2: expected {what} to find it from, got none. Give a number: the weight decay of "
+            "the training."
+        )
+
+    def settled(tail_mean: float, slack: float = 0.0) -> float:
+        low, high = math.log(1e-30), math.log(1e30)
+        for _ in range(_HALVINGS * 2):
+            level = math.exp((low + high) / 2)
+            noise = float(_noises(state, torch.tensor([level], dtype=torch.float64))[0])
+            if not noise > 0:
+                raise BadValueError(
+                    "l2: expected residuals to find it from, got none: every target is met "
+                    "exactly. Give a number: the weight decay of the training."
+                )
+            precision = noise**-2
+            floor = level / precision if name == "opg" else level
+            counted = float(((data + slack) / (data + slack + floor)).sum())
+            counted += rest / (tail_mean + floor)
+            if square * precision * level < counted:
+                low = math.log(level)
+            else:
+                high = math.log(level)
+        return math.exp((low + high) / 2)
+
+    # What an incremental SVD discarded may belong to the pairs.
+    most = math.inf if pairs.slack else float(data[-1])
+    return settled(mean), settled(most), settled(rest / others, pairs.slack)
+
+
+def _squared_weights(state: FittedState) -> float:
+    """Return ‖ω̂‖² in the coordinates in which λ is one number."""
+    point, scale = state.network.point.double(), state.network.scale
+    return float((point if scale is None else point / scale).square().sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +241,9 @@ class Tuning:
     low: Tensor | None  # what the log marginal likelihood lies between, (n,); None for a loss
     high: Tensor | None
     at_edge: bool  # whether the best one is the first or the last: the optimum may lie beyond
+    # The best temperature of the moderated predictions at each λ, (n,); that of the best λ is the
+    # fit's. None for the marginal likelihood.
+    temperatures: Tensor | None = None
 
     def __float__(self) -> float:
         """Return the best λ, where it is one number."""
@@ -184,11 +254,82 @@ class Tuning:
     def __repr__(self) -> str:
         edge = ", at the edge of the search" if self.at_edge else ""
         if self.low is None or self.high is None:
-            return f"Tuning: l2 = {self.l2}, validation loss {float(self.values.min()):.6g}{edge}"
+            heat = (
+                f", temperature {self.fit.temperature:.3g}" if self.temperatures is not None else ""
+            )
+            loss = f"validation loss {float(self.values.min()):.6g}"
+            return f"Tuning: l2 = {self.l2}{heat}, {loss}{edge}"
         best = int(self.values.argmax())
         value, low, high = (f"{float(x[best]):.6g}" for x in (self.values, self.low, self.high))
         found = f"log marginal likelihood {value} (between {low} and {high})"
         return f"Tuning: l2 = {self.l2}, {found}{edge}"
+
+
+def temperature_by_leaving_out(state: FittedState, batches: Sequence[Batch]) -> float:
+    """Return the T that the moderated predictions of left-out training examples prefer.
+
+    Without its example n the network has the logits z + V∇ℓ to first order, V = JB⁻¹Jᵀ/N their
+    posterior covariance, closed by the mean curvature that was measured. The loss is the mean
+    −log p of softmax(z/T), averaged over the sampling scatter; of the temperatures that it hardly
+    tells apart, T is the nearest to 1. No other data are needed. Cost: one prediction of them.
+    """
+    with full_precision(state.network.device):
+        name, rank = state.main_matrix, state.rank
+        posterior = state.covariance_of(name, rank)
+        sampling = state.covariance_of(name, rank, spread="sampling")
+        assert isinstance(posterior, InverseCovariance)
+        assert isinstance(sampling, SamplingCovariance)
+        closing = 1 / (state.level + sampling.meat.curvature)
+        spreads = dict(zip(SPREADS, (replace(posterior, closing=closing), sampling), strict=True))
+    scorer = _logit_scorer(state, spreads)
+    moderation = _moderation(state)
+    temperatures = _temperatures(_MANY_TEMPERATURES)
+    total = torch.zeros(len(temperatures), dtype=torch.float64)
+    for batch in batches:
+        found = scorer.predict(batch.inputs, None, False)
+        own, scatter = (found[spread].covariance for spread in SPREADS)
+        assert batch.targets is not None
+        assert own is not None
+        assert scatter is not None
+        outputs = found["posterior"].mean.double()
+        pull = state.likelihood.loss_gradient(outputs, batch.targets).double()
+        left = outputs + (own.double() @ pull[:, :, None])[:, :, 0]
+        means = moderation.means(left, scatter, temperatures)
+        total += _neg_log(state.likelihood, means, batch.targets).sum(1).cpu()
+    alike = temperatures[total <= total.min() + _ALIKE]
+    return float(alike[alike.log().abs().argmin()])
+
+
+def _logit_scorer(state: FittedState, covariances: Mapping[str, Covariance]) -> Scorer:
+    """Return what gives outputs with the covariances of their logits."""
+    needed = {m for spread in SPREADS for m in state.matrices_of(state.estimator, spread)}
+    return Scorer(
+        state.pullback, state.likelihood, state.signature,
+        {name: state.spectra[name].vectors for name in sorted(needed)}, covariances, "logit",
+        "rigorous", with_covariance=state.likelihood.discrete, classes=None, moderation=None,
+        memory_budget=state.memory_budget,
+    )  # fmt: skip
+
+
+def _moderation(state: FittedState) -> Moderation:
+    given = (TUNING_SAMPLES, 0, state.num_outputs, state.likelihood)
+    found = choose_moderation("sampling", *given, subset=False)
+    assert found is not None
+    return found
+
+
+def _temperatures(count: int) -> Tensor:
+    """Return temperatures to try, 1 in their middle."""
+    return torch.logspace(-_TEMPERATURE_DECADES, _TEMPERATURE_DECADES, count, dtype=torch.float64)
+
+
+def _neg_log(likelihood: Likelihood, means: Tensor, targets: Tensor) -> Tensor:
+    """Return −log p of the labels of B examples, (T, B), from probabilities (T, B, C)."""
+    if isinstance(likelihood, Bernoulli):
+        chosen = torch.where(targets > 0, means, 1 - means)
+    else:
+        chosen = means.gather(2, targets.long().expand(len(means), -1)[:, :, None])
+    return -chosen.clamp(min=1e-300).log().sum(2)
 
 
 def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
@@ -199,10 +340,14 @@ def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
         some, none = "validation data", "none"
         expected, got = (some, none) if data is None else (none, some)
         raise BadValueError(f"data: expected {expected} for method={method!r}, got {got}.")
+    temperatures = None
     if method == "validation":
-        levels = _levels(state, _DECADES / 2, _TRIED)
-        values, low, high = _validation_losses(state, data, levels), None, None
-        index = int(values.argmin())
+        levels, tried = _levels(state, _DECADES / 2, _TRIED), _temperatures(_FEW_TEMPERATURES)
+        if not state.likelihood.discrete:
+            tried = torch.ones(1, dtype=torch.float64)
+        (table, count), low, high = _validation_losses(state, data, levels, tried), None, None
+        values, places = table.min(1)
+        index, temperatures = _nearest(values, count, levels, state.level), tried[places]
         best, at_edge = levels[index], index in (0, len(levels) - 1)
     else:
         levels = _levels(state, _DECADES, _GRID)
@@ -210,7 +355,20 @@ def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
         levels = torch.cat([levels, best[None]]).sort().values
         values, low, high = log_evidence(state, levels)
     l2 = scaled(state.l2, float(best) / state.level)
-    return Tuning(method, l2, with_l2(state, l2), state.level, levels, values, low, high, at_edge)
+    fit = with_l2(state, l2)
+    if temperatures is not None:
+        fit = fit.moved(temperature=float(temperatures[index]))
+    return Tuning(method, l2, fit, state.level, levels, values, low, high, at_edge, temperatures)
+
+
+def _nearest(losses: Tensor, count: int, levels: Tensor, level: float) -> int:
+    """Return the index of the λ nearest to that of the fit among those the data hardly tell apart.
+
+    These are a likelihood interval: mean losses of `count` examples within 2/count of the least.
+    """
+    alike = (losses <= losses.min() + _ALIKE / count).nonzero().squeeze(1)
+    away = (levels[alike] / level).log().abs()
+    return int(alike[away.argmin()])
 
 
 def _levels(state: FittedState, decades: float, count: int) -> Tensor:
@@ -231,26 +389,25 @@ def _maximum(function: Callable[[Tensor], Tensor], levels: Tensor) -> tuple[Tens
     return levels[index], False
 
 
-def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
-    """Return the mean −log p(target) for each λ, (n,), float64; F is computed once, for all λ.
+def _validation_losses(
+    state: FittedState, data: Any, levels: Tensor, temperatures: Tensor
+) -> tuple[Tensor, int]:
+    """Return the mean −log p(target) for each λ and temperature, (n, T), and of how many targets.
 
-    p is the moderated probability, or has the total standard deviation.
+    p is the moderated probability, or has the total standard deviation. F is computed once.
     """
     likelihood, covariances = state.likelihood, {}
     with full_precision(state.network.device), warnings.catch_warnings():
         warnings.simplefilter("ignore", SpectrumWarning)  # of λs that are only tried
         for index, level in enumerate(levels.tolist()):
             moved = with_l2(state, scaled(state.l2, level / state.level))
-            covariances[str(index)] = moved.covariance_of(state.estimator, state.rank)
-    method, outputs = "sampling" if likelihood.discrete else None, state.num_outputs
-    scorer = Scorer(
-        state.pullback, likelihood, state.signature,
-        {name: state.spectra[name].vectors for name in sorted(ESTIMATORS[state.estimator])},
-        covariances, "probability", "rigorous", with_covariance=False, classes=None,
-        moderation=choose_moderation(method, SAMPLES, 0, outputs, likelihood, subset=False),
-        memory_budget=state.memory_budget,
-    )  # fmt: skip
-    total, count = torch.zeros(len(levels), dtype=torch.float64), 0
+            spread = state.averages if likelihood.discrete else "posterior"
+            covariances[str(index)] = moved.covariance_of(
+                state.estimator, state.rank, spread=spread
+            )
+    scorer = _logit_scorer(state, covariances)
+    moderation = _moderation(state) if likelihood.discrete else None
+    total, count = torch.zeros(len(levels), len(temperatures), dtype=torch.float64), 0
     noises = _noises(state, levels).tolist()
     with Progress("Validating", None, "example", state.progress) as bar:
         for raw in iterate(data, _READ_SIZE):
@@ -259,23 +416,21 @@ def _validation_losses(state: FittedState, data: Any, levels: Tensor) -> Tensor:
             if not len(batch):
                 continue
             found = scorer.predict(batch.inputs, None, False)
-            targets = likelihood.arranged(batch.targets, outputs).to(state.network.device)
-            likelihood.check_targets(found["0"].mean, targets)
+            outputs = found["0"].mean.double()
+            targets = likelihood.arranged(batch.targets, state.num_outputs).to(outputs.device)
+            likelihood.check_targets(outputs, targets)
             for index, prediction in enumerate(found.values()):
-                if isinstance(likelihood, Gaussian):
-                    std = (prediction.variance + noises[index] ** 2).sqrt()
-                    losses = -torch.distributions.Normal(prediction.mean, std).log_prob(targets)
+                if moderation is None:
+                    std = (prediction.variance.double() + noises[index] ** 2).sqrt()
+                    scatter = torch.distributions.Normal(outputs, std)
+                    losses = -scatter.log_prob(targets.double()).sum()[None]
                 else:
-                    chosen = prediction.moderated
-                    assert chosen is not None
-                    if isinstance(likelihood, Bernoulli):
-                        chosen = torch.where(targets > 0, chosen, 1 - chosen)
-                    else:
-                        chosen = chosen.gather(1, targets.long()[:, None])
-                    losses = -chosen.log()
-                total[index] += float(losses.sum())
+                    assert prediction.covariance is not None
+                    means = moderation.means(outputs, prediction.covariance, temperatures)
+                    losses = _neg_log(likelihood, means, targets).sum(1)
+                total[index] += losses.cpu()
             count += len(targets)
             bar.show(count)
     if not count:
         raise DataError("Validation data: expected at least one example, got none.")
-    return total / count
+    return total / count, count

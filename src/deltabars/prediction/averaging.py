@@ -35,10 +35,26 @@ class Moderation:
 
     likelihood: Likelihood
     noise: Tensor | None
+    temperature: float = 1.0  # that outputs, and their scatter, are divided by first
+
+    def means(self, outputs: Tensor, covariance: Tensor, temperatures: Tensor) -> Tensor:
+        """Average at several temperatures (T,): p̄ (T, B, C). Points are drawn once for all."""
+        assert self.noise is not None
+        jacobian = self.likelihood.natural_jacobian(outputs.double())
+        roots = _symmetric_root(jacobian @ covariance.double() @ jacobian.mT)
+        natural, noise = self.likelihood.natural(outputs.double()), self.noise.to(outputs.device)
+        size = max(1, _AT_ONCE_ON_GPU // 64 // noise.numel())
+        found = []
+        for center, root in zip(natural.split(size), roots.split(size), strict=True):
+            drawn = center.unsqueeze(2) + root @ noise.T  # (b, C, S)
+            each = [self.likelihood.mean(drawn / t, dim=1).mean(2) for t in temperatures.tolist()]
+            found.append(torch.stack(each))
+        return torch.cat(found, dim=1)
 
     def __call__(self, outputs: Tensor, covariance: Tensor) -> Moderated:
         """Average, given outputs z (B, C) and the covariance (B, C, C) of z or of η(z)."""
-        outputs = outputs.double()
+        outputs = outputs.double() / self.temperature
+        covariance = covariance / self.temperature**2
         # A = ∂η/∂z takes the covariance of z to that of η. That of η it leaves as it is, but for
         # rounding: log probabilities do not scatter along p, and A p = 0 to the last digits.
         jacobian = self.likelihood.natural_jacobian(outputs)
@@ -64,7 +80,13 @@ class Moderation:
 
 
 def choose_moderation(
-    method: Any, samples: Any, seed: Any, num_outputs: int, likelihood: Likelihood, subset: bool
+    method: Any,
+    samples: Any,
+    seed: Any,
+    num_outputs: int,
+    likelihood: Likelihood,
+    subset: bool,
+    temperature: float = 1.0,
 ) -> Moderation | None:
     """Choose how to average, by the arguments of `DeltaFit.predict`; None for not at all."""
     if method is not None and method not in METHODS:
@@ -78,7 +100,8 @@ def choose_moderation(
         raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
     possible = likelihood.discrete and not subset
     if method == "auto":
-        method = "sampling" if possible and num_outputs <= _MOST_CLASSES else None
+        can = not subset and can_be_averaged(num_outputs, likelihood)
+        method = "sampling" if can else None
     if method is None:
         return None
     if not possible:
@@ -87,13 +110,19 @@ def choose_moderation(
             "needs probabilities of all classes (no classes=, no Gaussian likelihood)."
         )
     if method == "probit":
-        return Moderation(likelihood, None)
+        return Moderation(likelihood, None, temperature)
     if num_outputs > SobolEngine.MAXDIM:
         raise BadValueError(
             f"moderation: expected at most {SobolEngine.MAXDIM:,} outputs for 'sampling', got "
             f"{num_outputs:,}. Use moderation='probit' or None."
         )
-    return Moderation(likelihood, normal_points(int(samples), num_outputs, int(seed)))
+    points = normal_points(int(samples), num_outputs, int(seed))
+    return Moderation(likelihood, points, temperature)
+
+
+def can_be_averaged(num_outputs: int, likelihood: Likelihood) -> bool:
+    """Return whether predictions are averaged by default."""
+    return likelihood.discrete and num_outputs <= _MOST_CLASSES
 
 
 def normal_points(count: int, size: int, seed: int) -> Tensor:

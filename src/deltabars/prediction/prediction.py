@@ -69,6 +69,8 @@ class Prediction:
             than three scores, and a hundredth, from `mean`, (B,); None without `moderated`.
         impossible: where an error bar is above √(p(1 − p)), the most that a probability can
             scatter, (B,); None where the mean is no probability.
+        tail_share: how much of the variance is of directions outside the computed eigenvectors,
+            from 0 to 1, (B,), or None.
         judgement: what the error bars can be read as, with the reason and the remedy; None if it
             is not known. That of a part of a prediction is that of all of it.
     """
@@ -93,6 +95,7 @@ class Prediction:
     mutual_information: Tensor | None = None
     saturated: Tensor | None = None
     impossible: Tensor | None = None
+    tail_share: Tensor | None = None
     judgement: Judgement | None = None
 
     @classmethod
@@ -107,9 +110,13 @@ class Prediction:
         with_covariance: bool = False,
         classes: Tensor | None = None,
         moderated: Moderated | None = None,
+        tempered: Tensor | None = None,
         of_probabilities: bool = False,
     ) -> Prediction:
-        """Put error bars on one batch of means; everything is float64 until the end."""
+        """Put error bars on one batch of means; everything is float64 until the end.
+
+        `tempered` are the means at the temperature that they were averaged at, if it is not 1.
+        """
         values: dict[str, Tensor | None] = {"variance": spread.variance}
         values["covariance"] = spread.covariance if with_covariance else None
         std, score = spread.std(bound), spread.score(bound)
@@ -119,6 +126,10 @@ class Prediction:
         if noise is not None:
             values["noise"] = torch.full_like(mean, noise)
             values["total_std"] = (spread.variance + noise**2).sqrt()
+        if spread.beyond is not None:
+            total = spread.variance.sum(-1)
+            part = (spread.beyond.sum(-1) / total).where(total > 0, torch.zeros_like(total))
+            values["tail_share"] = part.clamp(max=1)
         if moderated is not None:
             values |= zip(("moderated", "entropy", "mutual_information"), moderated, strict=True)
         found: dict[str, Any] = {
@@ -127,7 +138,8 @@ class Prediction:
         if of_probabilities:
             found["impossible"] = impossible(mean, std.value)
             if moderated is not None:
-                found["saturated"] = saturated(mean, score.value, moderated.mean)
+                plain = mean if tempered is None else tempered
+                found["saturated"] = saturated(plain, score.value, moderated.mean)
         return cls(mean=mean, label=label, classes=classes, **found)
 
     @classmethod
@@ -227,6 +239,8 @@ _VISIBLE = 0.01  # of a probability: contradictions of less matter to nobody
 _BARS_OFF = 3.0
 _SOME, _MOST = 0.05, 0.5  # shares of the inputs
 _WIDE, _EMPTY = 0.25, 1.0  # relative bounds of the score
+_BEYOND = 0.6  # of the variance
+_UNSETTLED = 2.0  # times the sampling noise of the gradient
 
 
 @dataclass(frozen=True)
@@ -238,6 +252,13 @@ class Evidence:
     last_layer: bool  # whether no other parameters were fitted
     off_optimum: str = ""  # how far the weights are from an optimum, in words; empty where near
     at_chance: bool = False  # no better on the training data than constant outputs
+    spread: str = "posterior"
+    l2: float | None = None  # λ, where one number is known of each
+    l2_evidence: float | None = None  # that of the evidence
+    is_given: bool = True  # whether λ was given
+    is_contradicted: bool = False  # whether the evidence has another λ by more than ten times
+    gradient_to_noise: float | None = None  # t: the gradient in units of its sampling noise
+    calibrated: int = 0  # by how many retrained networks
 
 
 @dataclass(frozen=True)
@@ -252,6 +273,7 @@ class Judgement:
     reason: str  # what was found, in words that Python and the command line share
     remedy: str  # what to do about it; empty for "bars"
     evidence: Evidence  # of the fit, so that parts of a prediction can be judged as one
+    facts: str = ""  # the numbers that the level rests on, in one line
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -259,18 +281,18 @@ class Judgement:
     @property
     def lines(self) -> list[str]:
         """The level with its reason, and the remedy if there is one."""
-        return [f"{self.level}: {self.reason}", *([self.remedy] if self.remedy else [])]
+        return [f"{self.level}: {self.reason}", *filter(None, (self.remedy, self.facts))]
 
     @property
     def plain(self) -> dict[str, str]:
-        """The level, reason and remedy, for JSON."""
-        return {"level": self.level, "reason": self.reason, "remedy": self.remedy}
+        """The level, reason, remedy and facts, for JSON."""
+        return {name: getattr(self, name) for name in ("level", "reason", "remedy", "facts")}
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Judgement:
         """Read JSON of `dataclasses.asdict`; ValueError, KeyError or TypeError if it is other."""
         found = cls(**{**raw, "evidence": Evidence(**raw["evidence"])})
-        texts = (found.level, found.reason, found.remedy)
+        texts = (found.level, found.reason, found.remedy, found.facts)
         if found.level not in LEVELS or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"a judgement {found.level!r}")
         return found
@@ -296,22 +318,76 @@ def judge(evidence: Evidence, prediction: Prediction) -> Judgement:
         reason = f"The weights scatter too far for a first-order answer: {' and '.join(parts)}."
         few = "" if evidence.last_layer else ", or fewer parameters (those of the last layer)"
         found.append((2 if share > _MOST else 1, reason, f"Fit with a larger λ{few}."))
-    if evidence.off_optimum:
+    found += _of_the_point(evidence)
+    if evidence.off_optimum and not evidence.calibrated:
         reason = f"The weights are at no optimum: {evidence.off_optimum}."
         remedy = "Train on with this cost, or give the λ that the network was trained with."
         found.append((1, reason, remedy))
-    bound = mean_bound(prediction)
-    if bound > _WIDE:
+    bound, beyond = mean_bound(prediction), tail_share(prediction)
+    if evidence.spread == "sampling":
+        if beyond > _BEYOND and not evidence.calibrated:
+            reason = (
+                f"{beyond:.0%} of the variance is of directions that were not computed, where it "
+                "is an estimate."
+            )
+            remedy = "Fit with a larger rank, or calibrate with two retrained networks."
+            found.append((1, reason, remedy))
+    elif bound > _WIDE:
         known = f"a score is known to ± {bound:.0%} of itself on average."
         other = "" if evidence.opg else ", or with the estimator opg"
         remedy = f"Fit with a larger rank, or let it choose itself{other}."
         found.append((1 + (bound > _EMPTY), f"With K = {evidence.rank:,} {known}", remedy))
+    facts = _facts(evidence, None if prediction.tail_share is None else beyond, bound)
     if not found:
         reason = "Nothing speaks against reading the error bars as standard deviations."
-        return Judgement(LEVELS[0], reason, "", evidence)
+        return Judgement(LEVELS[0], reason, "", evidence, facts)
     found.sort(key=lambda finding: -finding[0])
     severities, reasons, remedies = zip(*found, strict=True)
-    return Judgement(LEVELS[severities[0]], " ".join(reasons), " ".join(remedies), evidence)
+    said = " ".join(reasons), " ".join(remedies)
+    return Judgement(LEVELS[severities[0]], *said, evidence, facts)
+
+
+def _of_the_point(evidence: Evidence) -> list[tuple[int, str, str]]:
+    """Return what speaks against the trained point and its λ: severity, reason, remedy."""
+    found = []
+    ratio = evidence.gradient_to_noise
+    if ratio is not None and ratio > _UNSETTLED and not evidence.calibrated:
+        reason = (
+            "The weights are at no optimum: in the computed directions the gradient is "
+            f"{ratio:.1f} times its sampling noise (1 or less is converged), so that retraining "
+            "moves more than the data account for."
+        )
+        remedy = "Train on, calibrate with two retrained networks, or polish the last layer."
+        if not evidence.off_optimum:  # which says the same of a given λ
+            found.append((1, reason, remedy))
+    if evidence.is_contradicted and not evidence.calibrated:
+        reason = (
+            f"λ = {evidence.l2:.3g} was given, where the evidence says {evidence.l2_evidence:.3g}."
+        )
+        found.append((1, reason, "Fit with the λ of the evidence (auto)."))
+    return found
+
+
+def _facts(evidence: Evidence, beyond: float | None, bound: float) -> str:
+    """Return the numbers behind a judgement in one line; empty where none is known."""
+    parts = []
+    if evidence.gradient_to_noise is not None:
+        parts.append(f"gradient {evidence.gradient_to_noise:.2g} of its sampling noise")
+    if beyond is not None:
+        parts.append(f"{beyond:.0%} of the variance beyond the eigenpairs")
+    parts.append(f"guaranteed to ± {bound:.0%}")
+    if evidence.l2 is not None:
+        how = "given" if evidence.is_given else "by the evidence"
+        parts.append(f"λ = {evidence.l2:.2g} {how}")
+    if evidence.calibrated:
+        parts.append(f"calibrated by {evidence.calibrated} retrained networks")
+    return f"({evidence.spread}: {', '.join(parts)})"
+
+
+def tail_share(prediction: Prediction) -> float:
+    """Return how much of the variance is outside the eigenvectors, on average over the inputs."""
+    share = prediction.tail_share
+    return float(share.double().mean()) if share is not None and len(share) else 0.0
 
 
 def impossible(mean: Tensor, std: Tensor) -> Tensor:

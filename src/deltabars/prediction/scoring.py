@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltabars.covariance.base import Covariance
 from deltabars.curvature.pullback import Pullback
-from deltabars.curvature.sensitivity import cotangents, sensitivities
+from deltabars.curvature.sensitivity import Sensitivity, cotangents, sensitivities
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, DataError
 from deltabars.likelihoods.base import Likelihood
@@ -32,6 +32,7 @@ _PROBE = 8  # inputs that memory is measured on
 _COPIES = 4  # of the projections (or L Lᵀ), that their squares and sums take about
 
 Found = dict[str, Prediction]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class Scorer:
     classes: Classes | None  # which outputs are wanted; all if None
     moderation: Moderation | None  # how predictions are averaged; not at all if None
     memory_budget: int | None  # bytes to stay within; half of the free memory if None
+    averaged: Mapping[str, Covariance] = field(default_factory=dict)  # in place of `covariances`
 
     def predict(self, inputs: Any, chunk_size: int | None, progress: bool) -> Found:
         """Predict with every covariance; F and its projections are computed once."""
         parts: list[Found] = []
         done, total = 0, len(inputs) if isinstance(inputs, Tensor) and inputs.ndim else None
         with Progress("Predicting", total, "input", progress) as bar:
-            for found in self._parts(inputs, chunk_size):
+            for found in self._parts(inputs, chunk_size, self._predict_chunk):
                 parts.append(found)
                 done += len(next(iter(found.values())))
                 bar.show(done)
@@ -97,17 +99,25 @@ class Scorer:
             raise DataError("Inputs: expected at least one, got none.")
         return {name: Prediction.concatenate([p[name] for p in parts]) for name in parts[0]}
 
-    def _parts(self, inputs: Any, given: int | None) -> Iterator[Found]:
+    def each(self, inputs: Any, work: Callable[[Tensor, Sensitivity], Result]) -> Iterator[Result]:
+        """Yield the results of `work` on the outputs (B, C) and sensitivities of chunks in turn."""
+        yield from self._parts(inputs, None, lambda chunk: work(*self._sensitivities(chunk)))
+
+    def _parts(
+        self, inputs: Any, given: int | None, work: Callable[[Batch], Result]
+    ) -> Iterator[Result]:
         batches = read_inputs(inputs, self.signature, self._network)
         if any(isinstance(basis, ShardedVectors) for basis in self.bases.values()):
-            yield from self._in_step(batches, given)
+            yield from self._in_step(batches, given, work)
             return
         size = None if given is None else ChunkSize(given)
         for batch in batches:
             size = size or ChunkSize(self._choose_chunk_size(batch))
-            yield from size.each([batch], self._predict_chunk)
+            yield from size.each([batch], work)
 
-    def _in_step(self, batches: Iterator[Batch], given: int | None) -> Iterator[Found]:
+    def _in_step(
+        self, batches: Iterator[Batch], given: int | None, work: Callable[[Batch], Result]
+    ) -> Iterator[Result]:
         """Predict on processes that share the eigenvectors: one without inputs repeats its last."""
         sharded = [basis for basis in self.bases.values() if isinstance(basis, ShardedVectors)]
         group = sharded[0].space.group
@@ -117,32 +127,40 @@ class Scorer:
         while any(group.gather_objects(chunk is not None)):
             if last is None:
                 raise DataError("Inputs: expected at least one on every process, got none.")
-            found = self._predict_chunk(last)
+            found = work(last)
             if chunk is not None:
                 yield found
             chunk = next(chunks, None)
             last = chunk or last
 
-    def _predict_chunk(self, chunk: Batch) -> Found:
+    def _sensitivities(self, chunk: Batch) -> tuple[Tensor, Sensitivity]:
         with self._network.evaluation(), model_errors():
             given = self.pullback, self.likelihood, chunk.inputs, self.bases, self.space
             wanted: dict[str, Any] = {"classes": self.classes, "with_gram": self._with_gram}
             outputs, sensitivity = sensitivities(*given, **wanted)
         if not bool(outputs.isfinite().all()):
             raise DataError("Outputs: expected finite values, got NaN or infinity.")
+        return outputs, sensitivity
+
+    def _predict_chunk(self, chunk: Batch) -> Found:
+        outputs, sensitivity = self._sensitivities(chunk)
         predictions, label = {}, self.likelihood.label(self.likelihood.mean(outputs))
         parts = sensitivity.squares, sensitivity.projections, sensitivity.gram
         for name, covariance in self.covariances.items():
-            spread, moderated = covariance.spread(*parts), None
+            spread, moderated, tempered = covariance.spread(*parts), None, None
             if self.moderation is not None:
-                assert spread.covariance is not None
-                moderated = self.moderation(outputs, spread.covariance)
+                other = self.averaged.get(name)
+                scatter = spread if other is None else other.spread(*parts)
+                assert scatter.covariance is not None
+                moderated = self.moderation(outputs, scatter.covariance)
+                if self.moderation.temperature != 1:
+                    tempered = self.likelihood.mean(outputs / self.moderation.temperature)
             predictions[name] = Prediction.compute(
                 sensitivity.value, spread.scaled(sensitivity.slope), label,
                 self.likelihood.target_noise, bound=self.bound,
                 with_covariance=self.with_covariance,
                 classes=None if self.classes is None else self.classes(outputs),
-                moderated=moderated,
+                moderated=moderated, tempered=tempered,
                 of_probabilities=self.space == "probability" and self.likelihood.discrete,
             )  # fmt: skip
         return predictions
