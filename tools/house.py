@@ -16,11 +16,11 @@ SOURCE = ROOT / "src" / "deltabars"
 LIMITS = {
     "entries at the top of src/deltabars": 16,
     "files of source": 140,
-    "lines of source": 20_000,
-    "lines of tests": 16_000,
-    "longest import chain": 14,
+    "lines of source": 22_500,
+    "lines of tests": 19_500,
+    "longest import chain": 15,
     "modules in import cycles": 0,
-    "files that a fit passes through": 20,
+    "files that a fit passes through": 23,
     "files that a prediction passes through": 20,
 }
 

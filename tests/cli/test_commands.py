@@ -16,6 +16,8 @@ from torch import nn
 import deltabars
 from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
+from deltabars.fitting.checking import as_dict, compare_with_replicas
+from deltabars.integrations.convergence import train_to_convergence
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.ranking import ranked
 from deltabars.report.page import save_report
@@ -58,6 +60,7 @@ def execute(capsys, *arguments: object) -> None:
     """Run the Python that a command prints."""
     assert main([*map(str, arguments), "--print-python"]) == 0
     exec(compile(capsys.readouterr().out, "printed", "exec"), {"__name__": "__main__"})
+    capsys.readouterr()
 
 
 def same_pairs(ours, theirs) -> bool:
@@ -112,6 +115,45 @@ class TestFit:
         assert ours == {name: value for name, value in theirs.items() if name in ours}
 
 
+class TestLevel:
+    """λ that the evidence finds, and how it is said."""
+
+    @pytest.fixture
+    def options(self, workshop):
+        given = list(workshop.options)
+        del given[given.index("--l2") : given.index("--device")]
+        return given
+
+    @pytest.mark.parametrize("asked", [(), ("--l2", "auto")])
+    def test_it_is_that_of_the_python_interface(self, workshop, options, asked, tmp_path, capsys):
+        known = (*options, *asked, "--rank", 40, "--out", tmp_path / "run")
+        found = result(capsys, "fit", *known)
+        fit = deltabars.fit(workshop.model, workshop.train, rank=40, progress=False)
+        assert (found["estimator"], found["l2"]) == ("ggn", fit.l2)
+        assert found["l2_by_evidence"] == fit.diagnostics["l2"]
+        assert found["l2_by_evidence"]["how"] == "auto"
+        known = fit.diagnostics["l2"]
+        ends = f"{known['evidence_low']:.2g} to {known['evidence_high']:.2g}"
+        assert f"λ = {fit.l2:.2g} by the evidence ({ends})\n" in said(
+            capsys, "spectrum", tmp_path / "run"
+        )
+
+    def test_a_given_one_is_said_beside_it(self, workshop, options, tmp_path, capsys):
+        more = ("--l2", "*=0.02", "3.*=0.01", "--rank", 5, "--estimator", "auto")
+        text = said(capsys, "fit", *options, *more, "--out", tmp_path / "run")
+        assert "DeltaFit: opg" in text
+        assert "\n  the factor of the λs = 1, given; by the evidence " in text
+        text = said(capsys, "spectrum", workshop.run)
+        assert "λ = 0.01, given; by the evidence " in text
+
+    def test_the_printed_python_has_it(self, options, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        execute(capsys, "fit", *options, "--rank", 5, "--out", "a")
+        execute(capsys, "fit", *options, "--rank", 5, "--l2", "auto", "--out", "b")
+        fits = [Run.open(name).load_fit() for name in "ab"]
+        assert fits[0].l2 == fits[1].l2 == fits[0].diagnostics["l2"]["evidence"]
+
+
 LINE = """\
 import torch
 
@@ -129,17 +171,18 @@ def line(outputs=1):
 """
 
 
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line.py").write_text(LINE)
+    given: dict = {}
+    exec(LINE, given)
+    return given
+
+
 @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
 class TestLosses:
     """The losses of a training by options, beside torch's modules in Python."""
-
-    @pytest.fixture
-    def lines(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "line.py").write_text(LINE)
-        given: dict = {}
-        exec(LINE, given)
-        return given
 
     CASES = (
         ("few", 2, ("--loss", "ce", "--label-smoothing", 0.1, "--class-weights", 1, 3),
@@ -276,6 +319,179 @@ class TestPredict:
         expected = found.load_fit().predict(found.load_data().data[0], classes="top5")
         assert [int(row["class_4"]) for row in rows] == expected.classes[:30, 4].tolist()
         assert "mean_5" not in rows[0]
+
+
+class TestSpread:
+    def test_predictions_ranks_and_the_printed_python(self, workshop, run, capsys):
+        fit, data = workshop.fit(), ("--data", workshop.folder / "test")
+        expected = fit.predict(workshop.test[0], spread="sampling")
+        asked = ("predict", run, *data, "--spread", "sampling")
+        assert result(capsys, *asked, "--out", "a.jsonl")["spread"] == "sampling"
+        rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+        assert [row["score"] for row in rows] == pytest.approx(expected.score.tolist(), rel=1e-7)
+        execute(capsys, *asked, "--out", "b.jsonl")
+        assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
+        assert result(capsys, *asked, "--out", "many/")["spread"] == "sampling"
+
+        def first(*options):
+            return result(capsys, "rank", run, "--count", 1, *options)["rows"][0]["score"]
+
+        posterior = fit.predict(workshop.test[0])
+        assert first() == pytest.approx(float(expected.score.max()))  # what was predicted last
+        assert "with spread sampling" in said(capsys, "rank", run)
+        for given in (("--spread", "posterior"), data):
+            assert first(*given) == pytest.approx(float(posterior.score.max()))
+        kept = [path.name for path in Path("run/predictions").iterdir()]
+        assert len(kept) == 2  # posterior is what is meant without a word
+
+    def test_a_folder_of_another_spread_is_refused(self, workshop, run, capsys):
+        line = ("predict", run, "--data", workshop.folder / "test", "--out", "many/")
+        assert result(capsys, *line)["spread"] == "posterior"
+        assert ended(*line, "--spread", "sampling", "--quiet") == 1
+        assert "of another asked" in only_line(capsys)
+
+
+RETRAIN = """\
+import torch
+from torch.utils.data import DataLoader
+from deltabars.recipes.digits import train_to_convergence
+from net import make
+
+def retrain(sample):
+    model = make()  # first: a DataLoader draws a random number
+    (inputs, targets), = DataLoader(sample, batch_size=len(sample))
+    assert inputs.shape == (200, 1, 8, 8)
+    train_to_convergence(model, inputs, targets, 0.01, steps=15)
+    return model
+
+left = [1, 1]
+
+def stops(sample):
+    if not left:
+        raise KeyboardInterrupt
+    left.pop()
+    return retrain(sample).state_dict()
+"""
+
+
+class TestCheck:
+    @pytest.fixture
+    def check(self, workshop, run):
+        """The words of a check of the RUN; the function that retrains is in train.py."""
+        shutil.copy(workshop.folder / "net.py", "net.py")
+        Path("train.py").write_text(RETRAIN)
+        return ("check", run, "--inputs", workshop.folder / "test")
+
+    @pytest.fixture
+    def files(self, workshop):
+        """Weights of three networks, two of them as a checkpoint has them."""
+        generator = torch.Generator().manual_seed(1)
+        states = []
+        for number in range(3):
+            state = {
+                name: value + 0.05 * torch.randn(value.shape, generator=generator)
+                for name, value in workshop.model.state_dict().items()
+            }
+            states.append(state)
+            named = {f"module.{name}": value for name, value in state.items()}
+            torch.save({"state_dict": named} if number else state, f"{number}.pt")
+        return states
+
+    def test_files_are_compared_as_in_python(self, workshop, check, files, capsys):
+        names = ("--replicas", "0.pt", "1.pt", "2.pt")
+        fit = workshop.fit()
+        for spread in ("sampling", "posterior"):
+            expected = compare_with_replicas(fit, files, workshop.test[0], spread=spread)
+            found = result(capsys, *check, *names, "--spread", spread, "--out", "c.png")
+            assert found == {**as_dict(expected), "inputs": TEST, "out": "c.png"}
+            assert Path("c.png").read_bytes().startswith(b"\x89PNG")
+        lines = said(capsys, *check, *names).splitlines()
+        expected = compare_with_replicas(fit, files, workshop.test[0])
+        assert lines[:2] == str(expected).splitlines()
+        assert lines[2] == "  the scatter itself is known to about 50%"
+
+    def test_it_retrains_and_is_resumed(self, workshop, check, capsys):
+        """A run that is stopped and begun again ends with the bits of one that was not."""
+        train = ("--train", "train.py:retrain", "--count", 3)
+        whole = result(capsys, *check, *train, "--folder", "whole")
+        assert ended(*check, *train[:1], "train.py:stops", *train[2:], "--quiet") == 1
+        assert "interrupted" in only_line(capsys)
+        kept = Path("run/check")
+        assert {path.name for path in kept.iterdir()} == {
+            "check.json", "replica-00.pt", "replica-01.pt"
+        }  # fmt: skip
+        assert main([*map(str, (*check, *train, "--json"))]) == 0
+        out, err = capsys.readouterr()
+        assert "3 networks in run/check, 2 of them from before" in err
+        assert json.loads(out) == whole
+        states = [torch.load(kept / f"replica-{number:02d}.pt") for number in range(3)]
+        data = deltabars.resample(workshop.train, 2)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
+        train_to_convergence(model, *data, 0.01, steps=15)
+        for name, value in model.state_dict().items():
+            assert torch.allclose(states[2][name], value, atol=1e-5), name
+        expected = compare_with_replicas(workshop.fit(), states, workshop.test[0])
+        assert whole["slope"] == pytest.approx(expected.agreement.slope, rel=1e-6)
+        replicas = ("--replicas", *sorted(kept.glob("*.pt")))
+        assert result(capsys, *check, *replicas) == whole
+        assert ended(*check, *train, "--seed", 1, "--quiet") == 1
+        assert "--folder: expected replicas of this network, data and seed" in only_line(capsys)
+
+    def test_the_calibrated_run(self, workshop, run, check, files, capsys):
+        said(capsys, "predict", run, "--data", workshop.folder / "test", "--out", "many/")
+        names = ("--replicas", "0.pt", "1.pt", "2.pt")
+        found = result(capsys, *check, *names, "--calibrate", "new")
+        expected = workshop.fit().calibrate(files, workshop.test[0])
+        assert found["calibration"]["sampling"] == vars(expected.calibration["sampling"])
+        new = Run.open("new")
+        assert (new.classes, new.data, new.model) == (
+            (old := Run.open(run)).classes, old.data, old.model
+        )  # fmt: skip
+        assert new.load_fit().calibration == expected.calibration
+        assert result(capsys, *check[:1], "new", *check[2:], *names)["slope"] == pytest.approx(1)
+        summary = result(capsys, "spectrum", "new")
+        assert summary["calibration"] == found["calibration"]
+        test = ("--data", workshop.folder / "test")
+        said(capsys, "predict", "new", *test, "--spread", "sampling", "--out", "a.jsonl")
+        prediction = expected.predict(workshop.test[0], spread="sampling")
+        rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+        scores = [row["score"] for row in rows]
+        assert scores == pytest.approx(prediction.score.tolist(), rel=1e-6)
+        # A folder that was begun with the fit as it was is not continued with the calibrated one.
+        assert ended("predict", "new", *test, "--out", "many/", "--quiet") == 1
+        assert "of another fit" in only_line(capsys)
+
+    def test_tables_of_a_regression(self, lines, capsys):
+        """Targets that are whole numbers reach the function as real ones."""
+        Path("t.csv").write_text("x,y\n" + "".join(f"{k / 30},{k // 20}\n" for k in range(60)))
+        Path("fit.py").write_text(
+            "import torch\n\n"
+            "def exact(sample):\n"
+            "    inputs, targets = sample.tensors\n"
+            "    assert targets.is_floating_point()\n"
+            "    columns = torch.cat([inputs, torch.ones_like(inputs)], 1)\n"
+            "    found = torch.linalg.lstsq(columns, targets[:, None]).solution[:, 0]\n"
+            "    return {'weight': found[:1, None], 'bias': found[1:]}\n"
+        )
+        line = (
+            "fit",
+            "--model",
+            "line.py:line",
+            "--weights",
+            "w.pt",
+            "--loss",
+            "mse",
+            "--out",
+            "r",
+        )
+        x, y = torch.arange(60)[:, None] / 30, (torch.arange(60) // 20).float()[:, None]
+        columns = torch.cat([x, torch.ones_like(x)], 1)
+        found = torch.linalg.lstsq(columns, y).solution[:, 0]
+        torch.save({"weight": found[:1, None], "bias": found[1:]}, "w.pt")
+        said(capsys, *line, "--data", "t.csv", "--target", "y", "--l2", 1e-4, "--device", "cpu")
+        asked = ("check", "r", "--inputs", "t.csv", "--train", "fit.py:exact", "--count", 2)
+        assert result(capsys, *asked)["inputs"] == 60
 
 
 class TestRank:

@@ -22,6 +22,7 @@ from torch import nn
 from deltabars.cli import options as table
 from deltabars.cli.entry import main
 from deltabars.cli.runs import Run
+from deltabars.covariance.estimators import ESTIMATORS, SPREADS
 from deltabars.errors import in_options, on_command_line, option
 from deltabars.fitting.files import DTYPES
 from deltabars.likelihoods.base import LOSSES
@@ -47,11 +48,24 @@ class Slow(torch.utils.data.Dataset):
 """
 
 
+TRAIN = """\
+import time
+from net import make
+
+def retrain(sample):
+    time.sleep(0.5)
+    model = make()
+    model[-1].bias.data[0] = float(sum(target for _, target in sample)) / 1000
+    return model
+"""
+
+
 class TestParsing:
     def test_help_and_version_import_nothing_heavy(self):
         program = (
             "import sys\nfrom deltabars.cli import main\n"
-            "for given in (['fit', '--help'], ['--version'], ['fit', '--rank', 'many']):\n"
+            "for given in (['fit', '--help'], ['check', '--help'], ['--version'],\n"
+            "    ['fit', '--rank', 'many']):\n"
             "    try:\n        main(given)\n    except SystemExit as end:\n"
             "        print(end.code)\n"
             "print(sorted({'torch', 'numpy', 'safetensors', 'tqdm'} & set(sys.modules)))"
@@ -59,7 +73,7 @@ class TestParsing:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         lines = done.stdout.splitlines()
         assert lines[-1] == "[]", done.stderr
-        assert [line for line in lines if line in ("0", "2")] == ["0", "0", "2"]
+        assert [line for line in lines if line in ("0", "2")] == ["0", "0", "0", "2"]
 
     def test_help_completion_and_choices(self, capsys):
         assert main([]) == 0
@@ -76,8 +90,9 @@ class TestParsing:
         check = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
         assert (check.returncode, check.stderr) == (0, "")
         # The table has them in full, so that nothing is imported to parse a line.
-        library = {*LOSSES}, CRITERIA, tuple(DTYPES), tuple(RECIPES)
-        assert library == ({*table.LOSSES}, table.CRITERIA, table.STORED, table.EXPERIMENTS)
+        library = {*LOSSES}, CRITERIA, tuple(DTYPES), tuple(RECIPES), SPREADS, {*ESTIMATORS}
+        ours = {*table.LOSSES}, table.CRITERIA, table.STORED, table.EXPERIMENTS, table.SPREADS
+        assert library == (*ours, {*table.ESTIMATORS})
 
 
 def answers_to_ctrl_c():
@@ -107,6 +122,30 @@ class TestEndings:
         assert error.splitlines()[-1] == f"deltabars: {word}"
         assert "Traceback" not in error
         assert contents(tmp_path) == before
+
+    def test_a_check_that_is_ended_keeps_what_is_trained(self, workshop, tmp_path):
+        shutil.copytree(workshop.run, tmp_path / "run")
+        shutil.copy(workshop.folder / "net.py", tmp_path / "net.py")
+        (tmp_path / "train.py").write_text(TRAIN)
+        asked = ("--inputs", workshop.folder / "test", "--train", "train.py:retrain")
+        line = command("check", "run", *asked, "--count", "3")
+        first = tmp_path / "run/check/replica-00.pt"
+        options = {"env": environment(), "cwd": tmp_path, "text": True, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(line, preexec_fn=answers_to_ctrl_c, **options)
+        until = time.monotonic() + 60
+        while not first.is_file():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+        assert (process.returncode, error.splitlines()[-1]) == (1, "deltabars: terminated")
+        kept = first.read_bytes()
+        assert not any("draft" in name for name in contents(tmp_path))
+        done = subprocess.run([*line, "--json"], stdout=subprocess.PIPE, **options)
+        assert done.returncode == 0, done.stderr
+        assert re.search("3 networks in run/check, [12] of them from before", done.stderr)
+        assert json.loads(done.stdout)["replicas"] == 3
+        assert first.read_bytes() == kept
 
     def test_of_two_processes_that_make_one_run_one_is_refused(self, workshop, tmp_path):
         make = [*map(str, ("fit", *workshop.options, "--out", tmp_path / "run", "--quiet"))]

@@ -90,7 +90,9 @@ FIT = [
     ("", ("--size", "1", "2", "3"), "--size: expected one or two"),
     ("", ("--crop",), "--crop: expected --size with it"),
     ("", ("--part", "test"), "--part: expected data of the kind mnist or cifar10"),
-    ("", ("--l2", "-1"), "or PATTERN=NUMBER …, got -1.0."),
+    ("", ("--l2", "-1"), "PATTERN=NUMBER …, or auto, got -1.0."),
+    ("", ("--l2", "automatic"), "--l2: expected a number, PATTERN=NUMBER …, or auto, got"),
+    ("", ("--l2", "auto", "*=1"), "or auto, got 'auto *=1'"),
     ("", ("--device", "warp"), "--device: expected cpu, cuda or cuda:N, got 'warp' ("),
     ("existing", ("--overwrite",), "It is no RUN"),
     ("", ("--out", "/proc/run"), "/proc"),  # where not even the superuser may write
@@ -131,6 +133,13 @@ EARLY = [
     ("predict", "--rank 31"), ("predict", "--batch-size 0"), ("rank", "--estimator ggn"),
     ("rank", "--count 0"), ("rank", "--out x.xls"), ("report", "--classes 12"),
     ("report", "--rows 0"), ("report", "--out x.pdf"),
+    *(("check", f"{options} --replicas a.pt b.pt") for options in (
+        "--out x.pdf.html", "--calibrate no/new",
+    )),
+    ("check", "--replicas a.pt"),
+    *(("check", f"{options} --train data.py:pair") for options in (
+        "--count 1", "--seed -1", "--folder no/where",
+    )),
 ]  # fmt: skip
 
 
@@ -149,6 +158,17 @@ def test_values_are_checked_before_data_are_read(command, options, workshop, pla
     assert contents(place) == {"data.py"}
 
 
+TRAIN = """\
+import torch
+
+word = "a text"
+nothing = lambda sample: None
+other = lambda sample: torch.nn.Linear(2, 3)
+
+
+def fails(sample):
+    raise RuntimeError("no luck")
+"""
 RUN = [
     ("predict none --data {test}", "none, which does not exist"),
     ("predict {folder} --data {test}", "has no run.json"),
@@ -163,6 +183,18 @@ RUN = [
     ("predict run --data {test} --weights w.pt", "fitted to other weights"),
     ("rank run --data {flat} --wrong", "expected data with targets"),
     ("rank run --data {flat} --by target", "expected class numbers as targets"),
+    ("check run --data {test} --replicas none.pt w.pt", "--replicas: expected a file, got none.pt"),
+    ("check run --data {test} --replicas w.pt a.csv", "expected a file that ends in"),
+    ("check run --data {test} --replicas w.pt code.pt", "--replicas: expected a state dict"),
+    ("check run --data {test} --replicas w.pt other.pt", "--replicas: expected the names of"),
+    ("check run --data {test} --replicas w.pt w.pt --calibrate classes", "--calibrate: expected"),
+    ("check run --data large --replicas w.pt w.pt", "expected torch.float32 (B, 1, 8, 8)"),
+    ("check run --data {test} --train none.py:f", "--train: expected a Python file, got none.py"),
+    ("check run --data {test} --train train.py:word", "--train: expected a function, got"),
+    ("check run --data {test} --train train.py:nothing", "a state dict from train.py:nothing, got"),
+    ("check run --data {test} --train train.py:other", "(the first difference: '1.weight')"),
+    ("check run --data {test} --train train.py:fails", "RuntimeError: no luck ("),
+    ("check run --data {test} --train train.py:other --folder classes", "a new or empty folder"),
     ("spectrum run --out x.doc", "one of .png, .pdf, .svg"),
     ("spectrum run --values x.doc", "--values: expected a file name"),
     ("demo --report x.pdf", "--report: expected a file name that ends in one of .html"),
@@ -176,13 +208,17 @@ def test_commands_on_a_run_refuse(arguments, said, workshop, place, capsys):
     Path("a.csv").write_text("mine")
     picture("large/a.png", 9, 9)
     torch.save({name: value + 1 for name, value in workshop.model.state_dict().items()}, "w.pt")
+    torch.save(torch.nn.Linear(2, 3).state_dict(), "other.pt")
+    torch.save(workshop.model, "code.pt")
+    Path("train.py").write_text(TRAIN)
     shutil.copytree(workshop.run, "run")
     folder = workshop.folder
     paths = {"folder": folder, "test": folder / "test", "flat": folder / "flat"}
     before = contents(place)
     assert main([*arguments.format(**paths).split(), "--quiet"]) == 1
     assert said in only_line(capsys)
-    left = contents(place) - before  # the predictions that rank has made are kept
+    # The predictions that rank has made are kept, and what says of which fit a check is.
+    left = contents(place) - before - {"run/check", "run/check/check.json"}
     assert all(name.startswith("run/predictions") and "draft" not in name for name in left)
     assert Path("a.csv").read_text() == "mine"
 
@@ -190,14 +226,21 @@ def test_commands_on_a_run_refuse(arguments, said, workshop, place, capsys):
 @pytest.mark.parametrize("line", [
     "nonsense", "--quiet demo", "demo --nonsense", "demo --out", "fit", "fit --rank many",
     "fit --memory-budget lots", "fit --model-args [1]", "fit --conf x.toml", "predict run",
-    "rank run --by taste",
+    "rank run --by taste", "fit --estimator best", "predict run --data x --spread wide",
+    "check run --replicas a b", "check run --inputs x", "check run --inputs x --spread no",
+    "check run --inputs x --train a:b --replicas c d",
+    "check run --inputs x --replicas a b --count 3",
 ])  # fmt: skip
 def test_wrong_usage_is_exit_code_2_and_one_line(line, capsys):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2
     first = line.split()[0]
-    usage = f"deltabars {first}" if first in ("demo", "fit", "predict", "rank") else "deltabars"
+    usage = (
+        f"deltabars {first}"
+        if first in ("demo", "fit", "predict", "rank", "check")
+        else "deltabars"
+    )
     assert f"(usage: {usage} --help)" in only_line(capsys)
 
 

@@ -186,7 +186,7 @@ class TestSeveralProcesses:
         assert ended(launch(2, arguments, place / "said")) == [0, 0]
         assert rows_of(Path("two")) == rows_of(Path("one"))  # the same blocks: the same bits
         assert Path("said.1").read_text() == ""
-        assert len(Path("said.0").read_text().splitlines()) == 10
+        assert len(Path("said.0").read_text().splitlines()) == 11
         lines = [line.split() for line in Path("log").read_text().splitlines()]
         assert len(lines) == 43 + 2 * 3  # besides three that make the digest, each is read once
         assert {rank for rank, _ in lines} == {"0", "1"}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import deltabars
-from deltabars.errors import DataError, ModelWarning
+from deltabars.errors import BadValueError, DataError, ModelWarning
 from deltabars.integrations.lightning import sequential
 from tests.launches import ended, launch_all
 from tests.networks import minimise
@@ -53,7 +53,7 @@ def lightning():
 def callback_of(library, **options):
     where = library.__name__.split(".")[0]
     made = importlib.import_module(f"deltabars.integrations.{where}").DeltaBarsCallback
-    return made(l2=L2, **options)
+    return made(**{"l2": L2, **options})
 
 
 def module_of(library, real=False):
@@ -141,6 +141,25 @@ def test_an_attribute_and_data_of_ones_own(lightning, tmp_path):
     trainer_of(lightning, tmp_path, callback).fit(module, loader(TRAIN))
     same = deltabars.fit(module.net, TRAIN, l2=L2, progress=False, **options)
     torch.testing.assert_close(callback.fit_.predict(TEST[0]).std, same.predict(TEST[0]).std)
+
+
+@pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
+def test_the_level_of_the_data_and_the_sampling_spread(lightning, tmp_path):
+    module = module_of(lightning)
+    made = importlib.import_module("deltabars.integrations.lightning").DeltaBarsCallback
+    callback = made(spread="sampling")
+    trainer = trainer_of(lightning, tmp_path, callback)
+    trainer.fit(module, loader(TRAIN), loader(VALIDATION))
+    same = deltabars.fit(module, TRAIN, progress=False)
+    assert (callback.fit_.l2, callback.fit_.estimator) == (pytest.approx(same.l2), "ggn")
+    score = same.predict(VALIDATION[0], spread="sampling").score
+    found = callback.scores_["deltabars/val/score"]
+    assert found == pytest.approx(float(score.mean()), rel=1e-4)
+    trainer.predict(module, loader(TEST))
+    expected = same.predict(TEST[0], spread="sampling").std
+    torch.testing.assert_close(callback.predictions_[0].std, expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(BadValueError, match="spread: expected one of"):
+        made(spread="wide")
 
 
 def test_several_loaders_have_names_of_their_own(lightning, tmp_path):

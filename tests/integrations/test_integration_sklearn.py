@@ -90,6 +90,22 @@ def test_a_trained_network_is_used_as_it_is(iris, classifier):
         DeltaClassifier(linear, prefit=True).fit(X, y)
 
 
+def test_the_level_of_the_data_and_the_sampling_spread(iris, classifier):
+    """λ by the evidence is for a network that is trained already: a training needs a number."""
+    X, y = iris
+    prefit = DeltaClassifier(classifier.network_, l2="auto", prefit=True, spread="sampling")
+    prefit.fit(X, y)
+    assert prefit.fit_.estimator == "ggn"
+    assert prefit.fit_.diagnostics["l2"]["how"] == "auto"
+    expected = prefit.fit_.predict(torch.from_numpy(X), spread="sampling")
+    assert prefit.predict_std(X) == pytest.approx(expected.std.numpy())
+    assert prefit.predict_uncertainty(X) == pytest.approx(expected.score.numpy())
+    posterior = prefit.predict_error_bars(X, spread="posterior")
+    assert bool((posterior.score > expected.score).all())
+    with pytest.raises(BadValueError, match="one number for the training, got 'auto'"):
+        DeltaClassifier(linear, l2="auto").fit(X, y)
+
+
 def test_a_module_is_copied_and_images_are_taken():
     X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
     y = X[:, 0, 0, 0] > 0

@@ -6,12 +6,17 @@ import json
 import shutil
 import subprocess
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from deltabars.cli.entry import main
-from deltabars.recipes.paper import PaperNetwork
+from deltabars.errors import EvidenceWarning, OptimumWarning, warn
+from deltabars.recipes import reproduction
+from deltabars.recipes.paper import L2, PaperNetwork
 from deltabars.recipes.summary import PUBLISHED, published_regressions
 from tests.scans import QUICK, SMALLER, command, deltabars, environment, only_line, run
 
@@ -62,6 +67,29 @@ class TestWhatItWrites:
             # As they are printed: four digits of ours, three of the paper's.
             assert numbers == pytest.approx([ours, paper, ours - paper], abs=6e-5)
         assert str(quick_run.out / "results.json") in quick_run.done.stdout
+
+
+class TestWarnings:
+    @pytest.mark.parametrize("category", [EvidenceWarning, OptimumWarning])
+    def test_the_papers_level_is_no_matter_of_the_evidence(self, monkeypatch, category):
+        """Its λ is the paper's on purpose; what else there is to warn of is shown."""
+
+        def fit(*_, **options):
+            assert options["l2"] == L2
+            warn("l2: expected another", category)
+            return "a fit"
+
+        monkeypatch.setattr(reproduction, "fit", fit)
+        experiment = SimpleNamespace(
+            options=SimpleNamespace(seed=0, progress=False), memory_budget=None, device="cpu",
+            data={"train": None},
+        )  # fmt: skip
+        asked = partial(reproduction.Experiment.fit_of, experiment, nn.Linear(1, 1), "opg", 3)
+        if category is EvidenceWarning:
+            assert asked() == "a fit"  # a warning would be an error
+        else:
+            with pytest.warns(category):
+                asked()
 
 
 class TestAgain:

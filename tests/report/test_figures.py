@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deltabars.errors import BadValueError, MissingDependencyError, StorageError
+from deltabars.fitting.checking import Check, agreement
 from deltabars.fitting.tuning import Tuning
 from deltabars.report.spectra import Spectrum, save_spectra, save_tuning
 from deltabars.report.style import FALSE_POSITIVE, TRUE_POSITIVE, smooth
@@ -21,6 +22,7 @@ from deltabars.report.uncertainty import (
     Foreign,
     Panel,
     Row,
+    save_checks,
     save_comparisons,
     save_foreign,
     save_gallery,
@@ -47,6 +49,12 @@ def panel(n=400, wrong=60):
     p = (3 * random(n, 4)).softmax(1)
     right = torch.arange(n) >= wrong
     return Panel("OPG", p, p * (1 - p) * (1 + random(n, 4, seed=1)), p.argmax(1), right)
+
+
+def check(spread, slope):
+    """Bars of 40 inputs, and a scatter that is a multiple of them."""
+    std = random(40, 3)
+    return Check(std, slope * std, spread, 5, agreement(std, slope * std))
 
 
 def foreign():
@@ -80,6 +88,7 @@ FIGURES = {
     "rankings": lambda path: save_rankings(path, [block()] * 4, "t"),
     "comparison": lambda path: save_comparisons(path, [comparison()] * 3, "t"),
     "tuning": lambda path: save_tuning(path, tuning()),
+    "checks": lambda path: save_checks(path, [check("sampling", 0.5)]),
     "gallery": lambda path: save_gallery(
         path, "t", [Row("r", random(3, 4, 4), list("abc")), Row("s", random(1, 4, 4), ["d"])]
     ),
@@ -193,6 +202,20 @@ def test_comparisons_count_and_draw_lines_on_one_scale(path):
     assert first.get_xlim() == first.get_ylim()
     assert first.collections[0].norm.vmax == second.collections[0].norm.vmax
     assert set(lines(third)) == {"identity"}  # through which no line can be laid
+
+
+def test_checks_have_a_panel_each_with_their_points_and_line(path):
+    given = [check("sampling", 0.5), check("posterior", 1.1)]
+    for axes, each in zip(save_checks(path, given).axes, given, strict=True):
+        points, equal, fitted = axes.lines
+        np.testing.assert_array_equal(points.get_xdata(), each.std.flatten())
+        np.testing.assert_array_equal(points.get_ydata(), each.scatter.flatten())
+        slopes = [line.get_ydata()[1] / line.get_xdata()[1] for line in (equal, fitted)]
+        assert slopes == pytest.approx([1, each.agreement.slope])
+        assert (axes.get_xlabel(), axes.get_title()) == (
+            f"error bar ({each.spread})", "R² 1.00, Spearman 1.00"
+        )  # fmt: skip
+        assert axes.get_xlim() == axes.get_ylim()
 
 
 # In one chunk, and in two.

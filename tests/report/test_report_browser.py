@@ -69,6 +69,16 @@ def test_all_parts_are_drawn(page):
     assert page.locator("#classes tbody tr").count() == 20  # by class, and the confusion
 
 
+def test_the_verdict_comes_first_and_the_spread_is_said(page, data):
+    verdict, reason, kind = data["notices"][0]
+    first = page.locator("#main p, #main dl").first
+    assert first.inner_text() == f"{verdict} {reason}".strip()
+    assert kind in first.get_attribute("class").split()
+    assert "An error bar says how far data and prior leave a predicted probability open." in (
+        page.locator(".meaning").inner_text()
+    )
+
+
 def test_sorting_by_every_column(page, data):
     rows = data["rows"]
     assert shown(page)[0] == max(range(COUNT), key=lambda i: rows["score"][i])

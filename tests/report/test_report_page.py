@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deltabars
 from deltabars.errors import BadValueError, DataError, MissingDependencyError, StorageError
+from deltabars.fitting.state import Calibration
 from deltabars.integrations.convergence import train_to_convergence
 from deltabars.prediction.metrics import expected_calibration_error, risk_coverage
 from deltabars.report.page import save_report
@@ -128,6 +129,39 @@ def test_datasets_of_pairs_give_the_same_page(made, data, tmp_path):
         assert theirs[key] == data["rows"][key]
 
 
+def test_the_spread_the_level_and_the_calibration_are_said(made, data, tmp_path):
+    def said(page):
+        return {name: (value, note) for name, value, note in page["facts"]}
+
+    known, plain = made.fit.diagnostics["l2"], said(data)
+    assert plain["Error bars"] == ("posterior", "what data and prior leave open")
+    assert plain["λ"][0] == "0.01"
+    assert plain["λ"][1].startswith(f"given; by the evidence {known['evidence']:.2g}, between ")
+    assert (data["spread"], "Calibrated by" in plain) == ("posterior", False)
+
+    auto = {**known, "how": "auto", "value": known["evidence"]}
+    calibration = {"sampling": Calibration(1.25, 0.125, 0.5, 3)}
+    fit = made.fit.with_l2(known["evidence"]).moved(
+        calibration=calibration, diagnostics={**made.fit.diagnostics, "l2": auto}
+    )
+    asked = {"spread": "sampling"}
+    out, path = fit.predict(made.images, **asked), tmp_path / "sampling.html"
+    for prediction in (out, None):
+        save_report(path, fit, made.images, prediction=prediction, asked=asked, **QUICK)
+        page = data_of(path)
+        assert page["spread"] == "sampling"
+        assert page["rows"]["score"] == pytest.approx(out.score.tolist(), **CLOSE)
+    found = said(page)
+    assert found["Error bars"][0] == "sampling"
+    assert found["λ"][0] == f"{known['evidence']:.2g}"
+    assert found["λ"][1].startswith("by the evidence: between ")
+    assert found["Calibrated by"] == ("1.25", "± 0.12, by 3 retrained networks; R² 0.5")
+    assert " · sampling spread · " in path.read_text()
+    old = made.fit.moved(diagnostics={**made.fit.diagnostics, "l2": None})
+    save_report(path, old, made.images, **QUICK)
+    assert said(data_of(path))["λ"] == ("0.01", "given")
+
+
 def test_without_targets_nothing_is_right_or_wrong(made, tmp_path):
     plain = data_of(made.save(tmp_path / "plain.html", targets=None, **QUICK))
     assert set(plain["plots"]) == {"spectrum", "uncertainty", "scores"}
@@ -185,7 +219,12 @@ def test_what_does_not_fit_is_refused(made, tmp_path):
         ({"names": ["a"]}, "names: expected 300 names, got 1"),
         ({"rows": 0}, "rows: expected a whole number from 1 on"),
         ({"ranks": [RANK + 1]}, "ranks: expected whole numbers from 1 to the 40"),
-        ({"asked": {"space": "logit"}}, "asked: expected estimator, rank"),
+        ({"asked": {"space": "logit"}}, "asked: expected some of estimator, rank"),
+        ({"asked": {"spread": "wide"}}, "spread: expected one of"),
+        (
+            {"asked": {"spread": "sampling"}, "prediction": made.prediction},
+            "prediction: expected fit.predict",
+        ),
         ({"pictures": lambda i: np.zeros((2, 2))}, "pictures: expected an array"),
     ):
         with pytest.raises(BadValueError, match=message):

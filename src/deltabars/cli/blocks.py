@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 
 from deltabars.cli.sources.source import Source, fingerprint_of
 from deltabars.cli.tables import Columns, columns_of, pyarrow, write_table
+from deltabars.covariance.estimators import SPREADS
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, CorruptFileError, DataError, StorageError, first_line
 from deltabars.fitting.fitted import DeltaFit
@@ -177,6 +178,10 @@ def fit_fingerprint(fit: DeltaFit) -> str:
         fit.estimator, fit.level, dict(fit.prior.scales), fit.num_examples, fit.num_outputs,
         own, str(network.dtype), fit.weights, network.parameters.names, names,
     ]  # fmt: skip
+    if fit.calibration:
+        known += [{spread: found.factor for spread, found in fit.calibration.items()}]
+    if fit.averages != SPREADS[0] or fit.temperature != 1:
+        known += [fit.averages, fit.temperature]
     return fingerprint_of(json.dumps(known), *(fit.spectra[name].values for name in names))
 
 

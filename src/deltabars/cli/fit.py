@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.fitting.state import FitOptions
 from deltabars.likelihoods.base import LOSSES, named_loss
-from deltabars.problem.parameters import last_layer
+from deltabars.problem.parameters import AUTO, last_layer
 from deltabars.runtime.distributed import current_group
 
 _LAST_LAYER = Code("deltabars.last_layer()")
@@ -49,8 +50,9 @@ def run(options: argparse.Namespace) -> None:
     model.check_weights()
     network = model.load()
     known = {field.name for field in fields(FitOptions)}
+    known -= {"estimator"} if options.estimator == AUTO else set()  # opg and ggn take the same
     given = FitOptions(**{name: value for name, value in arguments.items() if name in known})
-    given.check_for(network, arguments.get("params"), arguments["l2"])
+    given.check_for(network, arguments.get("params"), arguments.get("l2", AUTO))
     source = data.load()
     if _is_regression(options):
         source = source.with_real_targets()
@@ -69,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps({"run": str(kept.path), "seconds": seconds, **summary(fit)}))
         return
     print(fit)
+    print(f"  {level_line(fit)}")
     if fit.noise is not None:
         how = "estimated from the residuals" if options.noise in (None, "estimate") else "given"
         print(f"  noise of the targets: σ = {fit.noise:g}, {how}")
@@ -109,6 +112,19 @@ def interval_of(fit: DeltaFit) -> tuple[float, float] | None:
         return None
 
 
+def level_line(fit: DeltaFit) -> str:
+    """Say which λ a fit has, how it was found, and where the evidence has it."""
+    known = fit.diagnostics.get("l2")
+    what = "the factor of the λs" if isinstance(fit.l2, Mapping) else "λ"
+    if known is None:  # no evidence, or an older file
+        return f"{what} = {fit.level:.2g}, given"
+    value, low, high = (known[f"evidence{end}"] for end in ("", "_low", "_high"))
+    ends = f"({low:.2g} to {high:.2g})"
+    if known["how"] == AUTO and fit.level == known["value"]:
+        return f"{what} = {fit.level:.2g} by the evidence {ends}"
+    return f"{what} = {fit.level:.2g}, given; by the evidence {value:.2g} {ends}"
+
+
 def summary(fit: DeltaFit) -> dict[str, Any]:
     """Return what a fit found, for JSON."""
     return {
@@ -121,6 +137,8 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
         "noise": fit.noise,
         "l2": fit.l2 if isinstance(fit.l2, float | int) else dict(fit.l2),
         "level": fit.level,
+        "l2_by_evidence": fit.diagnostics.get("l2"),
+        "calibration": {spread: asdict(found) for spread, found in fit.calibration.items()},
         "effective_parameters": fit.effective_parameters,
         "effective_parameters_interval": interval_of(fit),
         **{name: fit.diagnostics[name] for name in ("train_accuracy", "relative_gradient")},
@@ -137,7 +155,8 @@ def summary(fit: DeltaFit) -> dict[str, Any]:
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `deltabars.fit` that were given."""
-    found = {"l2": _l2(options.l2), "device": str(compute_device(options.device))}
+    found: dict[str, Any] = {"l2": None if options.l2 is None else _l2(options.l2)}
+    found["device"] = str(compute_device(options.device))
     found |= {name: getattr(options, name) for name in _PLAIN}
     if options.params == ["last-layer"]:
         found["params"] = _LAST_LAYER
@@ -156,9 +175,11 @@ def _is_regression(options: argparse.Namespace) -> bool:
     return (options.loss or options.likelihood) in ("mse", "gaussian")
 
 
-def _l2(given: list[str]) -> float | dict[str, float]:
-    """Return one λ, or λs by pattern."""
+def _l2(given: list[str]) -> float | str | dict[str, float]:
+    """Return one λ, λs by pattern, or "auto"."""
     try:
+        if given == [AUTO]:
+            return AUTO
         if len(given) == 1 and "=" not in given[0]:
             return float(given[0])
         pairs = [text.rpartition("=") for text in given]
@@ -167,5 +188,5 @@ def _l2(given: list[str]) -> float | dict[str, float]:
         return {pattern: float(number) for pattern, _, number in pairs}
     except ValueError as error:
         raise BadValueError(
-            f"--l2: expected a number, or PATTERN=NUMBER …, got {' '.join(given)!r}."
+            f"--l2: expected a number, PATTERN=NUMBER …, or auto, got {' '.join(given)!r}."
         ) from error

@@ -18,6 +18,7 @@ from deltabars.errors import BadValueError, first_line, printable, shortened
 from deltabars.runtime import VERSION
 
 ESTIMATORS = ("opg", "hessian", "sandwich", "ggn")
+SPREADS = ("posterior", "sampling")
 LOSSES = ("ce", "bce", "mse")
 CRITERIA = ("score", "mutual_information", "entropy", "probability", "target")
 STORED = ("float64", "float32", "bfloat16", "float16")
@@ -87,11 +88,11 @@ def _model(default: str = "") -> tuple[Row, ...]:
     )
 
 
-def _data(default: str = "", *, required: bool = True) -> tuple[Row, ...]:
+def _data(default: str = "", *, required: bool = True, names: str = "--data") -> tuple[Row, ...]:
     channels = {"type": float, "nargs": "+"}
     size = "height and width to resize to, or both in one"
     return (
-        _row("--data", f"a folder, .npz or factory{default}", "DATA", required=required),
+        _row(names, f"a folder, .npz or factory{default}", "DATA", required=required, dest="data"),
         _row("--data-args", "keyword arguments of the factory", "JSON", type=_JSON),
         _row("--target", "of a table: the column with the targets", "COLUMN"),
         _row("--part", "of MNIST and CIFAR-10 (default: train)", choices=("train", "test")),
@@ -119,12 +120,14 @@ _RUN = (
 _KEPT_MODEL = {"the model": _model(" (default: as it was fitted)")}
 _PREPARED = "the data (pictures are prepared as for the fit, unless options say otherwise)"
 _LATEST = {_PREPARED: _data(" (default: what was predicted last)", required=False)}
+_SPREAD = "of what: posterior, what the data leave open; sampling, what retraining would move"
 _CLASSES = "top5 or the like, or numbers (default: all; top5 of more than 100)"
 _ASKED = {
     "the prediction": (
         _row("--estimator", "default: the fit's own", choices=ESTIMATORS),
         _row("--rank", "use the first eigenpairs only (default: all)", "K", type=int),
         _flag("--low-rank", "the K pairs alone, without the rest of the space"),
+        _row("--spread", f"{_SPREAD} (default: posterior)", choices=SPREADS),
         _row("--classes", _CLASSES, "CLASS", nargs="+"),
         _BATCH,
     )
@@ -134,8 +137,10 @@ _NOISE = _read_as(float, "a number or estimate", "estimate")
 _LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 _SOLVERS = ("auto", "krylov", "dense", "arpack", "incremental")
 _FIT = (
-    _row("--l2", "the training's weight_decay; or PATTERN=λ …", "λ", nargs="+", required=True),
-    _row("--estimator", f"default: {ESTIMATORS[0]}", choices=ESTIMATORS),
+    _row("--l2", "the training's weight_decay; PATTERN=λ …; or auto, what the data support "
+         "(default: auto)", "λ", nargs="+"),
+    _row("--estimator", "default: auto, which is opg with a given λ, and ggn with --l2 auto",
+         choices=("auto", *ESTIMATORS)),
     _row("--rank", "how many eigenpairs, or auto (default: 100)", "K", type=_RANK),
     _row("--tolerance", "of --rank auto: score_error / score (default: 0.05)", "X", type=float),
     _row("--solver", "default: auto", choices=_SOLVERS),
@@ -157,7 +162,7 @@ _FIT = (
     _row("--max-seconds", "stop after so long with the pairs that there are", "S", type=float),
     _row("--smallest", "eigenvalues of the Hessian's lower end as well", "N", type=int),
     _row("--checkpoint", "save the state there; the same command resumes it", "DIR", type=Path),
-)
+)  # fmt: skip
 _FIT_FILES = (
     _row("--store", "what the eigenvectors are stored in (default: as computed)", choices=STORED),
     _row("--max-file-size", "several files above that (default: 5GB)", "BYTES", type=_MEMORY),
@@ -194,12 +199,13 @@ COMMANDS = {
         "train on handwritten digits and put error bars on the predictions",
         """\
 Train a small network on scikit-learn's handwritten digits, fit the four estimators, print what they
-say, and draw the most and least certain digits. Takes about half a minute on two cores.
+say, and draw the most and least certain digits. Then retrain six times on bootstrap samples, and
+compare the error bars with the scatter. Takes about a minute on two cores.
 """,
         "deltabars demo --out digits.png --report digits.html",
         {"": (
-            _row("--out", "where the picture goes (default: %(default)s)", "FILE", type=Path,
-                 default=Path("deltabars-demo.png")),
+            _row("--out", "where the picture goes (default: %(default)s); that of the check is "
+                 "beside it, as …-check", "FILE", type=Path, default=Path("deltabars-demo.png")),
             _row("--report", "where a page about the digits goes", "FILE.html", type=Path),
             _QUIET,
         )},
@@ -211,7 +217,8 @@ Compute the eigenpairs that put error bars on a trained network's predictions, f
 its training data, and keep them in a new folder RUN for the other commands.
 """ + _SOURCES,
         """\
-deltabars fit --model net.py:Net --weights net.safetensors --data train/ --l2 0.01 --out run
+deltabars fit --model net.py:Net --weights net.safetensors --data train/ --out run
+  deltabars fit --model net.py:Net --weights net.safetensors --data train/ --l2 0.01 --out run
   deltabars fit --config fit.toml --out run      # fit.toml: model = "net.py:Net", l2 = 0.01, …
   torchrun --nproc-per-node=8 -m deltabars fit --config fit.toml --out run       # on eight GPUs
 """,
@@ -232,6 +239,7 @@ FOLDER/_manifest.json is there when all of them are.
 """ + _SOURCES,
         """\
 deltabars predict run --data test/ --out test.csv
+  deltabars predict run --data test/ --spread sampling --out test.csv
   torchrun --nproc-per-node=8 -m deltabars predict run --data data.py:millions --out scores/
 """,
         {"": (
@@ -291,6 +299,43 @@ the last predictions of the RUN, or else about its training data.
             _row("--rows", "inputs in the page (default: 1000)", "N", type=int, default=1000),
             _row("--title", "of the page"),
         ), **_KEPT_MODEL, **_LATEST, **_ASKED},
+    ),
+    "check": Command(
+        "whether the error bars are those that retraining shows",
+        """\
+Compare the error bars of a fit with the scatter of networks that are trained again on bootstrap
+samples of its training data. A slope of 1 is right; at 0.5 the bars are twice too wide. INPUTS are
+to be predicted by every network; held-out ones, a few hundred.
+
+--train FUNCTION retrains here: module:function or file.py:function. The function gets a bootstrap
+sample of the training data, a Dataset (of tensors a TensorDataset), trains a network as that of the
+fit was trained, and returns it, or its state dict. torch's seed is 0 at each call, so that every
+network starts from the same initial weights. The networks are kept in --folder; a check that was
+stopped is resumed by the same command.
+
+--replicas FILE ... takes the weights of networks that are retrained already, in place of --train.
+
+--calibrate NEW writes a new RUN whose bars have the level of the retrained networks. Two are
+enough for it: the fit knows the shape.
+""" + _SOURCES,
+        """\
+deltabars check run --inputs test/ --train train.py:retrain --out check.png
+  deltabars check run --inputs test/ --replicas first.pt second.pt --calibrate calibrated
+""",
+        {"": (
+            *_RUN,
+            _row("--out", "a figure: .png, .pdf or .svg", "FIGURE", type=Path),
+        ), "the retrained networks": (
+            _row("--train", "a function that trains on the data that it gets", "FUNCTION"),
+            _row("--replicas", ".safetensors, or state dicts in .pt or .pth", "FILE", nargs="+"),
+            _row("--count", "of --train: how many (default: 16)", "N", type=int),
+            _row("--seed", "of --train: of the samples (default: 0)", "N", type=int),
+            _row("--folder", "of --train: where they are kept (default: RUN/check)", "DIR",
+                 type=Path),
+        ), "the comparison": (
+            _row("--spread", f"{_SPREAD} (default: sampling)", choices=SPREADS, default="sampling"),
+            _row("--calibrate", "write the calibrated fit, as a new folder", "RUN", type=Path),
+        ), **_KEPT_MODEL, _PREPARED: _data(" to predict", names="--inputs --data")},
     ),
     "reproduce": Command(
         "the paper's networks, table and figures",
@@ -352,7 +397,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         for title, rows in command.options.items():
             group = own.add_argument_group(title) if title else own
             for option, settings in rows:
-                action = group.add_argument(option, **settings)
+                action = group.add_argument(*option.split(), **settings)
                 if action.metavar in _OF_FILES:
                     action.complete = _FILES  # type: ignore[attr-defined]
         for option, settings in _COMMON:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deltabars.cli.blocks import predict_to, summary_of
+from deltabars.cli.options import SPREADS
 from deltabars.cli.runs import Kept
 from deltabars.cli.subject import Code, Subject, call, check_file, program, sayer
 from deltabars.cli.tables import ENDINGS
@@ -21,17 +22,18 @@ def run(options: argparse.Namespace) -> None:
     _check_out(options, into_folder)
     subject = Subject.open(options)
     fit, source = subject.load()
+    spread = subject.asked.get("spread", SPREADS[0])
     count = f", {len(source):,} inputs" if len(source) else ""
     sayer(options.quiet)(f"data: {subject.data.spec}{count}")
     if into_folder:
         sizes = {"block_size": options.block_size, "batch_size": options.batch_size}
         written = predict_to(fit, source, options.out, **sizes, **subject.asked)
         found = {"computed": written.computed, "blocks": len(written.blocks), "out": options.out}
-        _show({**written.summary, **found}, options)
+        _show({**written.summary, "spread": spread, **found}, options)
         return
     kept, path = subject.predict(fit, source, options.out and Path(options.out))
     judgement = kept.prediction.judgement
-    result = {**_summary(kept), "out": options.out, "predictions": str(path)}
+    result = {**_summary(kept), "spread": spread, "out": options.out, "predictions": str(path)}
     if options.json:
         _show(result | ({} if judgement is None else {"judgement": judgement.plain}), options)
         return

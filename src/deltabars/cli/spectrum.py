@@ -8,7 +8,7 @@ import json
 import numpy as np
 import torch
 
-from deltabars.cli.fit import interval_of, summary
+from deltabars.cli.fit import interval_of, level_line, summary
 from deltabars.cli.subject import PICTURES, check_file, load_fit, open_run
 from deltabars.cli.tables import ENDINGS, Columns, write_table
 from deltabars.fitting.fitted import DeltaFit
@@ -56,6 +56,7 @@ def _lines(fit: DeltaFit) -> list[str]:
         f"parameters P          {fit.num_parameters:,}",
         f"eigenpairs K          {fit.rank:,}",
         f"λ in the eigenvalues  {fit.level:g}",
+        *([] if fit.diagnostics.get("l2") is None else [f"{'':22}{level_line(fit)}"]),
         *([] if fit.noise is None else [f"noise σ               {fit.noise:g}"]),
     ]
     for name, pairs in fit.spectra.items():

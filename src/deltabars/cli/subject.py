@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deltabars.cli.launching import compute_device
+from deltabars.cli.options import SPREADS
 from deltabars.cli.runs import Kept, Run
 from deltabars.cli.sources.data import NamedData
 from deltabars.cli.sources.models import NamedModel
@@ -79,6 +80,7 @@ def _asked_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `predict` that were given."""
     found: dict[str, Any] = {"estimator": options.estimator, "rank": options.rank}
     found["full_rank"] = False if options.low_rank else None
+    found["spread"] = options.spread
     given = options.classes or []
     if given and all(text.isdecimal() for text in given):
         found["classes"] = [int(text) for text in given]
@@ -106,6 +108,8 @@ class Subject:
         named = asked or any(getattr(options, name) for name in _DATA)
         if latest is not None and not named:
             return cls(options, run, data, dict(latest.about["asked"]), latest)
+        if asked.get("spread") == SPREADS[0]:  # as without it
+            del asked["spread"]
         if "classes" not in asked and run.num_outputs > _MANY_CLASSES:
             asked["classes"] = _FEW
         return cls(options, run, data, asked)
@@ -114,7 +118,9 @@ class Subject:
         """Load the fit and the data; what the fit cannot give is refused before data are read."""
         fit = load_fit(self.run, self.options)
         known = {k: v for k, v in self.asked.items() if k in ("estimator", "rank", "classes")}
-        fit.check_request(batch_size=self.options.batch_size, **known)
+        names = fit.check_request(batch_size=self.options.batch_size, **known)[0]
+        if "spread" in self.asked:  # which a fit of an earlier version lacks
+            fit.meat_of(fit.matrices_of(names[0], self.asked["spread"])[0])
         return fit, self.run.load_data(self.data)
 
     def prediction(self) -> Kept:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
+from deltabars.covariance.estimators import SPREADS
 from deltabars.errors import DataError, MissingDependencyError, ModelWarning, library, warn
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit
+from deltabars.fitting.state import check_spread
 from deltabars.integrations.torchmetrics import ScoreSummary
 from deltabars.prediction.prediction import Prediction
 from deltabars.problem.data import fingerprint_of, labelled
 from deltabars.problem.network import weights_fingerprint
-from deltabars.problem.parameters import L2Rates
+from deltabars.problem.parameters import AUTO, L2Rates
 from deltabars.problem.sharding import examples_of, loader_of
 from deltabars.runtime.distributed import alone
 
@@ -72,13 +73,16 @@ class FitsAtTheEnd:
     several processes each computes the whole fit.
 
     Args:
-        l2: λ of the training: the `weight_decay` of SGD or Adam (see `deltabars.fit`).
+        l2: as for `deltabars.fit`: λ of the training, the `weight_decay` of SGD or Adam; by default
+            what the evidence finds.
         data: the training data without shuffling, augmentation or `drop_last`; by default those of
             the trainer's own loader, which are refused when the training starts if they cannot be
             read in order, twice alike.
         network: the name of the module to fit in the LightningModule (`"net"`); the LightningModule
             itself, called by its `forward`, by default.
         save_to: a file to save the fit to.
+        spread: of the scores and of `predictions_`: `"posterior"` or `"sampling"`, as for
+            `DeltaFit.predict`.
         estimator, rank, options: the other arguments of `deltabars.fit`.
 
     Attributes:
@@ -90,17 +94,20 @@ class FitsAtTheEnd:
     def __init__(
         self,
         *,
-        l2: L2Rates,
-        estimator: str = DEFAULT_ESTIMATOR,
+        l2: L2Rates | str = AUTO,
+        estimator: str = AUTO,
         rank: int | str | None = None,
         data: Any = None,
         network: str = "",
         save_to: str | os.PathLike[str] | None = None,
+        spread: str = SPREADS[0],
         **options: Any,
     ) -> None:
         super().__init__()
         self._options = {"l2": l2, "estimator": estimator, "rank": rank, **options}
         self._data, self._network, self._save_to = data, network, save_to
+        check_spread(spread)  # before the training rather than after it
+        self._spread = spread
         self.fit_: DeltaFit | None = None
         self.scores_: dict[str, float] = {}
         self.predictions_: list[Prediction] = []
@@ -159,7 +166,7 @@ class FitsAtTheEnd:
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
         """Predict a batch with error bars."""
         if self._scorer is not None:
-            found = self._scorer.predict(given[1]).to("cpu")
+            found = self._scorer.predict(given[1], spread=self._spread).to("cpu")
             self._collected.setdefault(given[3] if given[3:] else 0, []).append(found)
 
     def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
@@ -187,7 +194,7 @@ class FitsAtTheEnd:
         found = labelled(batch, self._scorer.likelihood.counted)
         if not len(found) or found.targets is None:
             return
-        out = self._scorer.predict(found.inputs, moderation=None)
+        out = self._scorer.predict(found.inputs, spread=self._spread, moderation=None)
         summary = self._summaries.setdefault(number, ScoreSummary().to(out.score.device))
         if out.label is None or out.label.ndim > 1:  # neither right nor wrong
             summary.update(out.score, torch.zeros_like(out.score, dtype=torch.bool))

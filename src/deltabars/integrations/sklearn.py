@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltabars.covariance.estimators import DEFAULT_ESTIMATOR
+from deltabars.covariance.estimators import SPREADS
 from deltabars.errors import BadValueError, MissingDependencyError
 from deltabars.fitting.fit import fit as fit_error_bars
 from deltabars.fitting.fitted import DeltaFit
@@ -21,7 +21,7 @@ from deltabars.integrations.convergence import train_to_convergence
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.gaussian import Gaussian
 from deltabars.prediction.prediction import Prediction
-from deltabars.problem.parameters import L2Rates
+from deltabars.problem.parameters import AUTO, L2Rates
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -48,21 +48,22 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         network: nn.Module | Builder | None = None,
         *,
-        l2: L2Rates = 0.01,
-        estimator: str = DEFAULT_ESTIMATOR,
+        l2: L2Rates | str = 0.01,
+        estimator: str = AUTO,
         rank: int | str | None = None,
         params: Any = None,
         prefit: bool = False,
         steps: int = 1000,
         random_state: Any = 0,
+        spread: str = SPREADS[0],
     ) -> None:
         self.network, self.prefit, self.steps = network, prefit, steps
         self.l2, self.estimator, self.rank, self.params = l2, estimator, rank, params
-        self.random_state = random_state
+        self.random_state, self.spread = random_state, spread
 
     def predict_error_bars(self, X: Any, **options: Any) -> Prediction:
         """Return all that deltabars knows of the predictions, by `DeltaFit.predict`."""
-        return self.fit_.predict(self._inputs(X), **options)
+        return self.fit_.predict(self._inputs(X), **{"spread": self.spread, **options})
 
     def predict_std(self, X: Any) -> np.ndarray:
         """Return the error bars of the predictions: of `predict_proba`, or of a regression."""
@@ -76,7 +77,7 @@ class _DeltaEstimator(BaseEstimator):  # type: ignore[misc]
             self.network_ = self.network
         else:
             if not isinstance(self.l2, int | float):
-                got = f"got {type(self.l2).__name__}. Train it yourself and give prefit=True."
+                got = f"got {self.l2!r:.60}. Train it yourself and give prefit=True."
                 raise BadValueError(f"l2: expected one number for the training, {got}")
             self.network_ = self._built(X.shape[1], outputs).double()
             is_real = isinstance(likelihood, Gaussian)
@@ -162,12 +163,14 @@ class DeltaRegressor(RegressorMixin, _DeltaEstimator):  # type: ignore[misc]
         network: the number of features and of outputs to a `torch.nn.Module`; or a module, of
             which a copy is trained; or, with `prefit=True`, a trained one, which is used as it is.
             By default one hidden layer of 16 tanh units.
-        l2: λ of mean ½‖r‖² + (λ/2)·‖ω‖².
+        l2: λ of mean ½‖r‖² + (λ/2)·‖ω‖²; with `prefit=True` all that `deltabars.fit` takes, such
+            as `"auto"`.
         estimator, rank, params: as for `deltabars.fit`; with `"ggn"` a linear network is Bayesian
             linear regression.
         prefit: whether the network is trained already; `fit` then computes the error bars alone.
         steps: of L-BFGS at most, on all data at once.
         random_state: of the initial weights.
+        spread: of the error bars: `"posterior"` or `"sampling"`, as for `DeltaFit.predict`.
     """
 
     def fit(self, X: Any, y: Any) -> DeltaRegressor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
-from deltabars.errors import BadValueError
+from deltabars.errors import BadValueError, EvidenceWarning
 from deltabars.fitting.fit import fit
 from deltabars.fitting.fitted import DeltaFit, load
 from deltabars.problem.network import weights_fingerprint
@@ -133,7 +134,10 @@ class Experiment:
         """Fit a trained network."""
         options: dict[str, Any] = {"seed": self.options.seed, "memory_budget": self.memory_budget}
         options |= {"estimator": estimator, "rank": rank, "progress": self.options.progress}
-        return fit(network.to(self.device), self.data["train"], l2=L2, **options)
+        with warnings.catch_warnings():
+            # The paper's λ is the paper's on purpose, whatever the evidence says.
+            warnings.simplefilter("ignore", EvidenceWarning)
+            return fit(network.to(self.device), self.data["train"], l2=L2, **options)
 
     @stage
     def weights(self) -> Arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltabars.fitting.checking import Check
 from deltabars.report import style
 
 if TYPE_CHECKING:
@@ -275,3 +277,17 @@ def _sheet(block: Block) -> np.ndarray:
     sheet = np.full(shape, 0.8 if is_grey else 1.0, images.dtype)
     sheet[:, :tall, :, :wide] = images.swapaxes(1, 2)
     return sheet.reshape(rows * (tall + 1), columns * (wide + 1), *images.shape[4:])[:-1, :-1]
+
+
+_CHECK_SIDE = 3.4  # inches
+
+
+@style.house_style()
+def save_checks(path: str | os.PathLike[str], checks: Sequence[Check]) -> Figure:
+    """Draw each check in a panel: what retraining moved against what the bar says, a point each."""
+    figure = style.new_figure(_CHECK_SIDE * len(checks), _CHECK_SIDE)
+    for axes, check in zip(figure.subplots(1, len(checks), squeeze=False)[0], checks, strict=True):
+        check.plot(axes)
+        found = check.agreement
+        axes.set_title(f"R² {found.r_squared:.2f}, Spearman {found.spearman:.2f}")
+    return style.save(figure, path)

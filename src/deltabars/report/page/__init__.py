@@ -17,9 +17,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from deltabars.covariance.estimators import SPREADS
 from deltabars.eigen.pairs import is_whole
 from deltabars.errors import BadValueError, library
 from deltabars.fitting.fitted import DeltaFit
+from deltabars.fitting.state import check_spread
 from deltabars.prediction.prediction import Prediction
 from deltabars.report.page.contents import columns, facts, notices, ratio, rows_of
 from deltabars.report.page.inputs import Source, choose_ranks, settle, texts_of
@@ -30,6 +32,7 @@ from deltabars.storage.writing import check_can_write, write_text
 
 TITLE = "Which predictions to trust"
 
+_ASKED = ("estimator", "rank", "full_rank", "classes", "spread")  # arguments of predict
 _PROGRAM = ("page.js", "plots.js", "table.js", "gallery.js", "detail.js", "start.js")
 
 
@@ -65,7 +68,8 @@ def save_report(
             inputs by default, if any do.
         prediction: that of these inputs, where it is at hand; else it is computed.
         asked: the arguments of `fit.predict` that the prediction was, or is to be, made with:
-            `{"rank": 5, "estimator": "opg", "full_rank": False, "classes": "top5"}`, or some of it.
+            `{"rank": 5, "estimator": "opg", "full_rank": False, "classes": "top5", "spread":
+            "sampling"}`, or some of it.
         classes, names: of the C classes and the B inputs; their numbers by default.
         pictures: a function from the index of an input to its picture, bytes (H, W) or (H, W, 3).
             By default they are made from inputs (B, 1|3, H, W) or (B, H, W).
@@ -88,10 +92,9 @@ def save_report(
     if not is_whole(rows) or rows < 1:
         raise BadValueError(f"rows: expected a whole number from 1 on, got {rows!r}.")
     asked = dict(asked or {})
-    if odd := sorted(asked.keys() - {"estimator", "rank", "full_rank", "classes"}):
-        raise BadValueError(
-            f"asked: expected estimator, rank, full_rank or classes of fit.predict, got {odd}."
-        )
+    if odd := sorted(asked.keys() - {*_ASKED}):
+        raise BadValueError(f"asked: expected some of {', '.join(_ASKED)}, got {odd}.")
+    check_spread(asked.get("spread", SPREADS[0]))
     used = fit.check_request(estimator=asked.get("estimator"), rank=asked.get("rank"))[1]
     steps = choose_ranks(ranks, used)
     library("PIL", "report")  # of the pictures
@@ -111,6 +114,7 @@ def save_report(
         f"{len(subject):,} input{'' if len(subject) == 1 else 's'}",
         *([data] if data else []),
         f"{type(fit.network.model).__name__}, {asked.get('estimator', fit.estimator)}",
+        f"{subject.spread} spread",
         *([f"K = {asked['rank']}"] if "rank" in asked else []),
         *(["the K pairs alone"] if asked.get("full_rank") is False else []),
         f"{date.today():%d %B %Y}",
@@ -130,6 +134,7 @@ def _assemble(
     label = subject.prediction.label
     data = {
         "kind": subject.kind,
+        "spread": subject.spread,
         "facts": facts(subject),
         "notices": notices(subject),
         "ratio": ratio(subject),

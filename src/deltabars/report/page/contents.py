@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.display import marks_of
 from deltabars.prediction.prediction import LEVELS, Prediction, mean_bound
+from deltabars.problem.parameters import AUTO
 from deltabars.report.page.subject import Subject, percent, say, short
 
 _ESTIMATORS = {
@@ -17,6 +20,10 @@ _ESTIMATORS = {
     "opg": "outer products of gradients",
     "sandwich": "Hessian and outer products of gradients",
     "ggn": "generalised Gauss-Newton",
+}
+_SPREADS = {
+    "posterior": "what data and prior leave open",
+    "sampling": "how far retraining on other data would move a prediction",
 }
 _MARKS = {
     "saturated": "that vanishes where the softmax is flat, though the weights scatter the logits. "
@@ -35,6 +42,9 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     low, high = fit.effective_parameters_interval
     between = f"in the K pairs; between {say(low)} and {say(high)} of all P"
     found = [
+        ("Error bars", subject.spread, _SPREADS[subject.spread]),
+        *_calibration(subject),
+        _level(fit),
         ("Training examples N", say(fit.num_examples), "that the error bars come from"),
         ("Parameters P", say(fit.num_parameters), "that were fitted"),
         ("Eigenpairs K", say(fit.rank), f"{percent(fit.rank / fit.num_parameters)} of P"),
@@ -54,6 +64,27 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     else:
         found.append(("Inputs", say(len(subject)), "without known targets"))
     return found
+
+
+def _level(fit: DeltaFit) -> tuple[str, str, str]:
+    """Return λ, how it was found, and the interval of the evidence."""
+    name = "Factor of the λs" if isinstance(fit.l2, Mapping) else "λ"
+    value, known = say(fit.level, 2), fit.diagnostics.get("l2")
+    if known is None:  # no evidence, or an older file
+        return name, value, "given"
+    best, low, high = (say(known[f"evidence{end}"], 2) for end in ("", "_low", "_high"))
+    if known["how"] == AUTO and fit.level == known["value"]:
+        return name, value, f"by the evidence: between {low} and {high}"
+    return name, value, f"given; by the evidence {best}, between {low} and {high}"
+
+
+def _calibration(subject: Subject) -> list[tuple[str, str, str]]:
+    """Return the factor that the error bars were multiplied by, if they were."""
+    found = subject.fit.calibration.get(subject.spread)
+    if found is None:
+        return []
+    note = f"± {say(found.standard_error, 2)}, by {found.replicas} retrained networks"
+    return [("Calibrated by", say(found.factor), f"{note}; R² {say(found.r_squared, 2)}")]
 
 
 def ratio(subject: Subject) -> str | None:

@@ -1,7 +1,9 @@
 // The fit at a glance: the judgement first, notes, and the numbers.
 function startGlance() {
-  for (const node of document.querySelectorAll("[data-kind]")) {
-    if (!node.dataset.kind.split(" ").includes(data.kind)) node.remove();
+  for (const name of ["kind", "spread"]) {
+    for (const node of document.querySelectorAll(`[data-${name}]`)) {
+      if (!node.dataset[name].split(" ").includes(data[name])) node.remove();
+    }
   }
   const parts = { ...data.plots, classes: data.tables.length, gallery: data.shelves.length };
   for (const name of ["risk", "calibration", "classes", "gallery"]) {

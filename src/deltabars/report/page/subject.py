@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltabars.covariance.estimators import SPREADS
 from deltabars.errors import BadValueError
 from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.prediction import Prediction
@@ -54,6 +55,7 @@ class Subject:
     targets: Tensor | None  # class numbers (B,); Bernoulli: 0 or 1, Gaussian: numbers (B, C)
     classes: Sequence[str]  # the names of the C outputs
     names: Sequence[str]  # of the B inputs
+    spread: str = SPREADS[0]  # that the error bars are of
 
     @property
     def kind(self) -> str:
@@ -92,11 +94,13 @@ def check_subject(
     if not numbers and bool(outside.any()):
         raise BadValueError("prediction: expected probabilities, got numbers outside [0, 1].")
     if prediction.judgement is None:
-        used = {"rank": fit.rank, "estimator": fit.estimator, **asked}
-        prediction = prediction.judged_by(fit.evidence(used["rank"], used["estimator"]))
+        used = {"rank": fit.rank, "estimator": fit.estimator, "spread": SPREADS[0], **asked}
+        evidence = fit.evidence(used["rank"], used["estimator"], used["spread"])
+        prediction = prediction.judged_by(evidence)
     known = None if targets is None else _check_targets(fit, count, targets)
     outputs = _check_names("classes", classes, fit.num_outputs, "output " if numbers else "")
-    return Subject(fit, prediction, known, outputs, _check_names("names", names, count, "input "))
+    inputs = _check_names("names", names, count, "input ")
+    return Subject(fit, prediction, known, outputs, inputs, asked.get("spread", SPREADS[0]))
 
 
 def _check_names(what: str, given: Sequence[str] | None, count: int, prefix: str) -> list[str]:
