@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import brentq
 from torch import nn
 
 import deltabars
@@ -20,7 +20,6 @@ from deltabars.prediction.averaging import normal_points
 from deltabars.problem.data import Batch
 from tests import processes, stopping
 from tests.conftest import cached_case
-from tests.fitting.test_tuning import dense_evidence
 from tests.networks import make_case
 from tests.oracles import LOSSES, Oracle
 from tests.silence import randn
@@ -34,16 +33,24 @@ def fitted(case, estimator="ggn", rank=None, **options):
     return deltabars.fit(case.model, case.data, **given)
 
 
-def best_level(evidence) -> float:
-    """The λ at which a log evidence is largest, from a grid on."""
-    grid = [evidence(10 ** (k / 4)) for k in range(-28, 13)]
-    middle = math.log(10) * (max(range(len(grid)), key=grid.__getitem__) - 28) / 4
-    bounds = (middle - 1.2, middle + 1.2)
-    options = {"xatol": 1e-9}
-    found = minimize_scalar(
-        lambda x: -evidence(math.exp(x)), bounds=bounds, method="bounded", options=options
-    )
-    return math.exp(found.x)
+def exact_level(data, case, precision=lambda level, counted: 1.0) -> float:
+    """The λ of Nλ Σ fω²/σ² = Σ f² from a dense matrix (P, P); 1/σ² may depend on λ and Σ f."""
+    values, vectors = torch.linalg.eigh(data)
+    values, squares = values.clamp(min=0), (vectors.T @ case.oracle.point).square()
+
+    def beyond(x):
+        level = math.exp(x)
+        share = values / (values + level)
+        weight = precision(level, float(share.sum()))
+        left = case.oracle.count * level * weight * float((share * squares).sum())
+        return left - float(share.square().sum())
+
+    return math.exp(brentq(beyond, -25.0, 8.0, xtol=1e-12))
+
+
+def data_part(case, estimator):
+    name = "hessian" if estimator == "sandwich" else estimator
+    return case.oracle.matrix(name) - case.l2 * case.oracle.eye()
 
 
 class TestLevel:
@@ -55,15 +62,11 @@ class TestLevel:
             ("dense", "ggn", "bernoulli"), ("rectified", "ggn", "categorical"),
         ],
     )  # fmt: skip
-    def test_with_all_pairs_it_is_the_maximum_of_the_dense_evidence(
-        self, kind, estimator, likelihood
-    ):
+    def test_with_all_pairs_it_is_the_dense_one(self, kind, estimator, likelihood):
         """Of a Hessian that of a convex cost, whose data part has no eigenvalue below zero."""
         case = make_case(kind, l2=0.02, seed=20, likelihood=likelihood)
         fit = fitted(case, estimator, likelihood=likelihood)
-        exact = best_level(
-            dense_evidence(case, "hessian" if estimator == "sandwich" else estimator)
-        )
+        exact = exact_level(data_part(case, estimator), case)
         assert fit.l2 == fit.level == pytest.approx(exact, rel=1e-4)
         known = fit.diagnostics["l2"]
         assert known["how"] == "auto"
@@ -78,55 +81,47 @@ class TestLevel:
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=0)
 
     @pytest.mark.parametrize("noise", [0.5, "estimate"])
-    @pytest.mark.parametrize("estimator", ["ggn", "hessian"])
+    @pytest.mark.parametrize("estimator", ["ggn", "hessian", "opg"])
     def test_of_regression(self, estimator, noise):
-        """The maximum over λ and σ together, where σ is estimated."""
+        """With σ the root of RSS/(N·C − γ) where it is estimated; G's data part is over σ²."""
         case = make_case("linear", count=40, l2=0.02, seed=3, likelihood="gaussian")
         fit = fitted(case, estimator, likelihood=Gaussian(noise))
-        data = case.oracle.matrix("ggn") - case.l2 * case.oracle.eye()
-        squares = 2 * float(case.oracle.losses(case.oracle.point).sum())  # RSS
-        length = float(case.oracle.point.square().sum())
-        targets = case.targets.numel()
+        own = Oracle(case.model, case.inputs, case.targets, 0.0, likelihood="gaussian")
+        squares = 2 * float(own.losses(own.point).sum())  # RSS
+        data = own.matrix(estimator)
 
-        def evidence(level, scale):
-            fits = -0.5 * (squares + case.oracle.count * level * length) / scale**2
-            whole = torch.linalg.slogdet(case.oracle.eye() + data / level).logabsdet
-            return fits - targets * math.log(scale) - 0.5 * float(whole)
+        def precision(level, counted):
+            left = case.targets.numel() - counted
+            return noise**-2 if noise == 0.5 else left / squares
 
-        if noise == "estimate":
-            found = minimize(
-                lambda x: -evidence(math.exp(x[0]), math.exp(x[1])), (-3.0, 0.0),
-                method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10, "maxiter": 2000},
-            )  # fmt: skip
-            level, scale = map(math.exp, found.x)
-        else:
-            level, scale = best_level(lambda x: evidence(x, noise)), noise
-        assert fit.l2 == pytest.approx(level, rel=1e-4)
-        assert fit.noise == pytest.approx(scale, rel=1e-4)
+        if estimator == "opg":  # at the noise of the fit, whose level it is
+            data, precision = data * fit.noise**-2, lambda level, counted: fit.noise**-2
+        exact = exact_level(data, case, precision)
+        assert fit.l2 == pytest.approx(exact, rel=1e-4)
+        values = torch.linalg.eigvalsh(data)
+        counted = float((values / (values + exact)).sum())
+        expected = 0.5 if noise == 0.5 else (squares / (case.targets.numel() - counted)) ** 0.5
+        assert fit.noise == pytest.approx(expected, rel=1e-4)
 
-    def test_of_regression_by_outer_products(self):
-        """G's data part is over σ²; at the σ that is estimated λ is the maximum."""
-        case = make_case("linear", count=40, l2=0.02, seed=3, likelihood="gaussian")
-        fit = fitted(case, "opg", likelihood=Gaussian("estimate"))
-        precision = fit.noise**-2
-        own = Oracle(
-            case.model, case.inputs, case.targets, 0.0, likelihood="gaussian",
-            loss=lambda z, y: precision * LOSSES["gaussian"](z, y),
-        )  # fmt: skip
-        data, square = own.opg(), precision * float(case.oracle.point.square().sum())
-
-        def evidence(level):
-            whole = own.eye() + data / (precision * level)
-            return -0.5 * 40 * level * square - 0.5 * float(torch.linalg.slogdet(whole).logabsdet)
-
-        assert fit.l2 == pytest.approx(best_level(evidence), rel=1e-4)
+    @pytest.mark.parametrize("times", [1.0, 30.0])
+    def test_weights_that_no_data_touch_do_not_count(self, times):
+        """Inputs that are always zero, with weights of any size: λ stays."""
+        case = make_case("linear", l2=0.02, seed=3)
+        wide = nn.Linear(case.inputs.shape[1] + 5, case.model.out_features).double()
+        with torch.no_grad():
+            wide.weight.mul_(times)
+            wide.weight[:, : case.inputs.shape[1]] = case.model.weight
+            wide.bias.copy_(case.model.bias)
+        inputs = torch.cat([case.inputs, case.inputs.new_zeros(len(case.inputs), 5)], 1)
+        fit = deltabars.fit(wide, (inputs, case.targets), progress=False)
+        assert fit.l2 == pytest.approx(fitted(case).l2, rel=1e-6)
 
     @pytest.mark.parametrize("estimator", ["opg", "ggn"])
     @pytest.mark.parametrize("solver", ["krylov", "dense"])
     def test_the_interval_holds_it_at_every_rank(self, estimator, solver):
         for seed, kind in enumerate(("dense", "rectified", "convolutional")):
             case = make_case(kind, l2=(0.05, 0.005, 0.02)[seed], seed=seed)
-            exact, widths = best_level(dense_evidence(case, estimator)), []
+            exact, widths = exact_level(data_part(case, estimator), case), []
             for rank in (1, 4, 12, 25):
                 found = fitted(case, estimator, rank, solver=solver).diagnostics["l2"]
                 low, value, high = (
@@ -141,7 +136,7 @@ class TestLevel:
     @pytest.mark.filterwarnings("ignore::deltabars.errors.OptimumWarning")
     def test_the_interval_holds_it_where_an_incremental_svd_drops_much(self):
         case = make_case("linear", count=400, l2=0.001)
-        exact = best_level(dense_evidence(case, "ggn"))
+        exact = exact_level(data_part(case, "ggn"), case)
         for rank in (2, 4, 6):
             options = {"solver": "incremental", "memory_budget": 200_000}
             found = fitted(case, "ggn", rank, **options).diagnostics["l2"]
@@ -160,7 +155,7 @@ class TestLevel:
         """The rank is chosen at the λ that is found, not at the one to begin with."""
         case = make_case("dense", l2=0.02, seed=20)
         fit = fitted(case, rank="auto", **options)
-        exact = best_level(dense_evidence(case, "ggn"))
+        exact = exact_level(data_part(case, "ggn"), case)
         assert fit.l2 == pytest.approx(exact, rel=0.05)
         known = fit.diagnostics["l2"]
         assert known["evidence_low"] <= exact <= known["evidence_high"]
@@ -292,17 +287,25 @@ class TestAverages:
         outputs = case.model(case.inputs).detach()
         at = outputs.clone().requires_grad_()
         (pull,) = torch.autograd.grad(LOSSES[likelihood](at, case.targets).sum(), at)
-        left = outputs + (posterior @ pull[:, :, None])[:, :, 0]
-        tried, losses = torch.logspace(-0.4, 0.4, 41).double(), []
+        p = outputs.softmax(1) if likelihood == "categorical" else outputs.sigmoid()
+        curved = p.diag_embed() - p[:, :, None] * p[:, None]
+        if likelihood == "bernoulli":
+            curved = (p * (1 - p)).diag_embed()
+        factor = torch.linalg.inv(torch.eye(p.shape[1]).double() - posterior @ curved)
+        left = outputs + (factor @ posterior @ pull[:, :, None])[:, :, 0]
+        own = left.softmax(1) if likelihood == "categorical" else left.sigmoid()
+        tried, losses, away = torch.logspace(-0.4, 0.4, 41).double(), [], []
         for temperature in tried.tolist():
             p = averaged(left, scatter, temperature, likelihood, 128)
             if likelihood == "categorical":
                 losses.append(float(-p.gather(1, case.targets[:, None]).log().sum()))
+                away.append(float(-(own * p.log()).sum()))
             else:
                 losses.append(float(-torch.where(case.targets > 0, p, 1 - p).log().sum()))
-        losses = torch.tensor(losses)
+                away.append(float(-(own * p.log() + (1 - own) * (1 - p).log()).sum()))
+        losses, neutral = torch.tensor(losses), tried[torch.tensor(away).argmin()]
         alike = tried[losses <= losses.min() + 2]  # nats: about what chance makes
-        expected = float(alike[alike.log().abs().argmin()])
+        expected = float(alike[(alike / neutral).log().abs().argmin()])
         batches = [Batch(case.inputs, case.targets)]
         assert temperature_by_leaving_out(fit, batches) == pytest.approx(expected, rel=1e-6)
         assert expected > 1

@@ -39,7 +39,7 @@ from deltabars.problem.parameters import (
     Prior,
     Selection,
 )
-from deltabars.runtime.vectors import products
+from deltabars.runtime.vectors import Basis, ShardedVectors, products
 
 SOLVERS = ("auto", "krylov", "incremental", "dense", "arpack")
 DEFAULT_RANK = 100
@@ -252,6 +252,21 @@ class FittedState:
         if self.known_overlap is not None:
             return self.known_overlap
         return products(self.spectra["hessian"].vectors, self.spectra["opg"].vectors)
+
+    @property
+    def scaled_point(self) -> Tensor:
+        """ω̂ in the coordinates in which λ is one number, (P,), float64."""
+        point, scale = self.network.point.double(), self.network.scale
+        return point if scale is None else point / scale
+
+    def coordinates_of(self, vector: Tensor, name: str) -> Tensor:
+        """Return qₖᵀv of a vector (P,) for the eigenvectors of a matrix, (K,), float64."""
+        vectors = self.spectra[name].vectors
+        vector = vector.to(vectors.device, vectors.dtype)
+        row: Basis = vector[None]
+        if isinstance(vectors, ShardedVectors):
+            row = ShardedVectors(vector[None, vectors.space.own], vectors.space)
+        return products(row, vectors)[0].cpu()
 
     def moved(self, **changes: Any) -> Self:
         """Replace some fields; the eigenvectors stay, and so does their overlap."""

@@ -26,9 +26,15 @@ _VECTORS = 16  # random ones
 _ROUNDING = 16  # units in the last place
 _SLOPES = 64  # that the bound on the meat can choose from
 
+# Names in the diagnostics: ωᵀAω and ‖Aω‖² of the weights outside the eigenvectors.
+TAIL_PULL, TAIL_PULL_SQUARE = "tail_pull", "tail_pull_square"
+
 
 class TailProbe:
-    """Random rows outside the eigenvectors of a matrix, and their products with its data part."""
+    """Rows outside the eigenvectors of a matrix, and their products with its data part.
+
+    The rows are random; one more is what the eigenvectors leave of the weights ω̂.
+    """
 
     def __init__(self, operator: CurvatureOperator, pairs: EigenPairs, seed: int) -> None:
         self._space: Space = operator.spaces.whole
@@ -39,12 +45,16 @@ class TailProbe:
         self.is_empty = self._space.size == len(pairs)
         drawn = self._space.random_rows(count, generator, operator.device, operator.dtype)
         self.rows = self._outside(drawn)
+        network = operator.problem.network
+        point = network.point if network.scale is None else network.point / network.scale
+        self._point = self._outside(point[None, self._space.own])
         self.images: Tensor | None = None  # A z of each row z
+        self._pull: Tensor | None = None  # A ω̂, likewise
 
     def beside(self, operator: CurvatureOperator, vectors: Tensor) -> Tensor:
         """Multiply vectors with the matrix, λ included, and the rows with its data part."""
-        images = operator.data_matmat(torch.cat([vectors, self.rows]))
-        self.images = images[len(vectors) :]
+        images = operator.data_matmat(torch.cat([vectors, self.rows, self._point]))
+        self.images, self._pull = images[len(vectors) : -1], images[-1:]
         return images[: len(vectors)].add(vectors, alpha=operator.problem.l2)
 
     def trace_of(self, one: Tensor, other: Tensor | None = None) -> float:
@@ -54,6 +64,14 @@ class TailProbe:
         left = self.rows if other is None else self._outside(other)
         total = (left.double() * self._outside(one).double()).sum()
         return float(self._space.group.all_reduce_(total[None])) / len(self.rows)
+
+    @property
+    def pull(self) -> tuple[float, float]:
+        """ωᵀAω and ‖Aω‖² outside the eigenvectors."""
+        assert self._pull is not None
+        image = self._outside(self._pull)
+        found = self._space.inner(image, torch.cat([self._point, image]))[0]
+        return float(found[0]), float(found[1])
 
     def _outside(self, rows: Tensor) -> Tensor:
         for _ in range(2):  # twice is enough
@@ -66,6 +84,7 @@ def tail_moments(probe: TailProbe, name: str) -> dict[str, float]:
     """Return the moments of the data part outside the eigenvectors, for the diagnostics."""
     assert probe.images is not None
     found = {TAIL_SQUARE: probe.trace_of(probe.images, probe.images)}
+    found[TAIL_PULL], found[TAIL_PULL_SQUARE] = probe.pull
     if name == "hessian":  # whose trace is not the sum of squares of rows
         found[TAIL_TRACE] = probe.trace_of(probe.images)
     return found

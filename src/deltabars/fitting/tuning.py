@@ -26,6 +26,7 @@ from deltabars.covariance.sampling import TRACE, SamplingCovariance, mean_curvat
 from deltabars.eigen.pairs import warn_about_values
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.state import FittedState
+from deltabars.fitting.surveying import TAIL_PULL, TAIL_PULL_SQUARE
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
@@ -47,6 +48,8 @@ _ALIKE = 2.0  # nats of all examples together: about what chance makes
 _TEMPERATURE_DECADES = 0.4  # to either side of 1
 _READ_SIZE = 1024  # examples
 _HALVINGS = 64  # of an interval of σ: to the last bit
+_MOST_LEVERAGE = 0.99
+_PARTS = 65  # of a range that a minimum is searched in
 
 State = TypeVar("State", bound=FittedState)
 
@@ -176,28 +179,41 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def level_by_evidence(state: FittedState) -> tuple[float, float, float]:
-    """Return the λ at which the log marginal likelihood is stationary, and its interval.
+    """Return the λ that the trained weights are evidence of, and its interval.
 
-    There N·λ‖ω̂‖²/σ² = γ(λ) = Σ μ/(μ + λ) (MacKay). The left side rises with λ and the right one
-    falls, so that there is one such point, wherever it is. γ of the eigenvalues outside the pairs
-    lies between T/(μ_K + λ) and T/(T/m + λ), T their trace and m their number; its value is
-    T/(μ̄ + λ), with the mean μ̄ that the probe of the fit measured. Of a Hessian T is an estimate.
+    Under the prior N(0, σ²/(Nλ)) the trained weight ωₖ along eigenvector k has the mean square
+    fₖσ²/(Nλ), fₖ = μₖ/(μₖ + λ) the share that the data determine. MacKay's equation
+    Nλ Σ ωₖ²/σ² = Σ fₖ, where Laplace's evidence is stationary, counts all directions alike, also
+    those that no data touch, whose weights are as they were initialised unless a weight decay took
+    them to zero. Here a direction counts by its share: Nλ Σ fₖωₖ²/σ² = Σ fₖ². The left side rises
+    with λ and the right one falls, so that there is one solution.
+
+    Outside the pairs the sums follow from T, the trace there, from E = ωᵀAω and from the mean
+    eigenvalues that the fit measured: E/(μ + λ) and T·μ/(μ + λ)². The interval takes the worst
+    eigenvalues from 0 to μ_K with these traces. Of a Hessian T is an estimate.
     """
     name = state.main_matrix
     pairs, known = state.spectra[name], state.diagnostics[name]
     data = (pairs.values - state.level).clamp(min=0).cpu()
+    squares = state.coordinates_of(state.scaled_point, name).square()
+    outside = max(0.0, _squared_weights(state) - float(squares.sum()))
     rest, mean = mean_curvature(pairs.values, state.level, known)
     others = max(1, state.diagnostics["parameters_reached"] - len(data))
-    square = state.num_examples * _squared_weights(state)
-    ceiling = float(data.sum()) + rest
-    if not (square > 0 and ceiling > 0):
-        what = "weights that are not all zero" if not square else "curvature above zero"
+    last, pull = float(data[-1]), min(max(0.0, known[TAIL_PULL]), float(data[-1]) * outside)
+    pull_mean = min(known[TAIL_PULL_SQUARE] / pull, last) if pull else 0.0
+    if not float(data.sum()) + rest > 0:
         raise BadValueError(
-            f"l2: expected {what} to find it from, got none. Give a number: the weight decay of "
-            "the training."
+            "l2: expected curvature above zero to find it from, got none. Give a number: the "
+            "weight decay of the training."
+        )
+    if not float((data * squares).sum()) + pull > 0:
+        raise BadValueError(
+            "l2: expected weights that are not all zero to find it from, got none that the data "
+            "determine. Give a number: the weight decay of the training."
         )
 
-    def settled(tail_mean: float, slack: float = 0.0) -> float:
+    def settled(end: int) -> float:
+        """Solve for the value (0), the lower end (-1) or the upper one (1)."""
         low, high = math.log(1e-30), math.log(1e30)
         for _ in range(_HALVINGS * 2):
             level = math.exp((low + high) / 2)
@@ -209,23 +225,43 @@ def level_by_evidence(state: FittedState) -> tuple[float, float, float]:
                 )
             precision = noise**-2
             floor = level / precision if name == "opg" else level
-            counted = float(((data + slack) / (data + slack + floor)).sum())
-            counted += rest / (tail_mean + floor)
-            if square * precision * level < counted:
+            # What an incremental SVD discarded may belong to the pairs.
+            few, many = data / (data + floor), (data + pairs.slack) / (data + pairs.slack + floor)
+            determined = float(((many if end < 0 else few) * squares).sum())
+            counted = float((many if end > 0 else few).square().sum())
+            if pull:
+                at = {-1: pull / outside, 0: pull_mean, 1: math.inf if pairs.slack else last}[end]
+                determined += pull / (at + floor)
+            if rest and end == 0:
+                counted += rest * mean / (mean + floor) ** 2
+            elif rest and end > 0:
+                steepest = min(max(floor, rest / others), last + pairs.slack)
+                counted += rest * steepest / (steepest + floor) ** 2
+            elif rest and not pairs.slack:
+                counted += others * _least_square(rest / others, last, floor)
+            if state.num_examples * precision * level * determined < counted:
                 low = math.log(level)
             else:
                 high = math.log(level)
         return math.exp((low + high) / 2)
 
-    # What an incremental SVD discarded may belong to the pairs.
-    most = math.inf if pairs.slack else float(data[-1])
-    return settled(mean), settled(most), settled(rest / others, pairs.slack)
+    return settled(0), settled(-1), settled(1)
+
+
+def _least_square(mean: float, most: float, floor: float) -> float:
+    """Return the least mean of (μ/(μ + floor))² over μ in [0, most] with a given mean.
+
+    It is the convex hull of that function: some of the μ are equal, the others are the largest.
+    """
+    x = min(mean, most) * torch.linspace(0, 1, _PARTS, dtype=torch.float64)
+    low, high = (x / (x + floor)).square(), (most / (most + floor)) ** 2
+    share = (min(mean, most) - x) / (most - x).clamp(min=1e-300)
+    return float((low + share * (high - low)).min())
 
 
 def _squared_weights(state: FittedState) -> float:
     """Return ‖ω̂‖² in the coordinates in which λ is one number."""
-    point, scale = state.network.point.double(), state.network.scale
-    return float((point if scale is None else point / scale).square().sum())
+    return float(state.scaled_point.square().sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,10 +304,11 @@ class Tuning:
 def temperature_by_leaving_out(state: FittedState, batches: Sequence[Batch]) -> float:
     """Return the T that the moderated predictions of left-out training examples prefer.
 
-    Without its example n the network has the logits z + V∇ℓ to first order, V = JB⁻¹Jᵀ/N their
-    posterior covariance, closed by the mean curvature that was measured. The loss is the mean
-    −log p of softmax(z/T), averaged over the sampling scatter; of the temperatures that it hardly
-    tells apart, T is the nearest to 1. No other data are needed. Cost: one prediction of them.
+    Without its example n the network has the logits z + (I − VS)⁻¹V∇ℓ, V = JB⁻¹Jᵀ/N their
+    posterior covariance, closed by the mean curvature that was measured, and S = ∂²ℓ/∂z². The loss
+    is the mean −log p of softmax(z/T), averaged over the sampling scatter. Of the temperatures that
+    it hardly tells apart, T is the nearest to the neutral one, at which the averages are the most
+    like the network's own probabilities. No other data are needed. Cost: one prediction of them.
     """
     with full_precision(state.network.device):
         name, rank = state.main_matrix, state.rank
@@ -284,7 +321,7 @@ def temperature_by_leaving_out(state: FittedState, batches: Sequence[Batch]) -> 
     scorer = _logit_scorer(state, spreads)
     moderation = _moderation(state)
     temperatures = _temperatures(_MANY_TEMPERATURES)
-    total = torch.zeros(len(temperatures), dtype=torch.float64)
+    total, away = torch.zeros(2, len(temperatures), dtype=torch.float64)
     for batch in batches:
         found = scorer.predict(batch.inputs, None, False)
         own, scatter = (found[spread].covariance for spread in SPREADS)
@@ -292,12 +329,32 @@ def temperature_by_leaving_out(state: FittedState, batches: Sequence[Batch]) -> 
         assert own is not None
         assert scatter is not None
         outputs = found["posterior"].mean.double()
-        pull = state.likelihood.loss_gradient(outputs, batch.targets).double()
-        left = outputs + (own.double() @ pull[:, :, None])[:, :, 0]
+        left = outputs + _left_out(state.likelihood, outputs, batch.targets, own.double())
         means = moderation.means(left, scatter, temperatures)
-        total += _neg_log(state.likelihood, means, batch.targets).sum(1).cpu()
+        shares = _shares(state.likelihood, batch.targets, state.num_outputs)
+        total += _cross_entropies(state.likelihood, means, shares).cpu()
+        plain = state.likelihood.mean(left)
+        away += _cross_entropies(state.likelihood, means, plain).cpu()
     alike = temperatures[total <= total.min() + _ALIKE]
-    return float(alike[alike.log().abs().argmin()])
+    neutral = temperatures[away.argmin()]
+    return float(alike[(alike / neutral).log().abs().argmin()])
+
+
+def _left_out(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, covariance: Tensor
+) -> Tensor:
+    """Return how far outputs (B, C) move where each example is left out: (I − VS)⁻¹V∇ℓ.
+
+    With S = RRᵀ that is V∇ℓ + VR(I − RᵀVR)⁻¹RᵀV∇ℓ. The eigenvalues of RᵀVR, the leverages, are
+    below 1; they may come out larger, because V outside the pairs is an estimate.
+    """
+    pull = likelihood.loss_gradient(outputs, targets).double()[:, :, None]
+    root = likelihood.curvature_root(outputs, targets).double()  # Rᵀ
+    moved = covariance @ pull
+    leverages, turned = torch.linalg.eigh(root @ covariance @ root.mT)
+    turned = turned.mT @ root  # UᵀRᵀ
+    again = (turned @ moved) / (1 - leverages.clamp(max=_MOST_LEVERAGE))[:, :, None]
+    return (moved + covariance @ turned.mT @ again)[:, :, 0]
 
 
 def _logit_scorer(state: FittedState, covariances: Mapping[str, Covariance]) -> Scorer:
@@ -323,13 +380,19 @@ def _temperatures(count: int) -> Tensor:
     return torch.logspace(-_TEMPERATURE_DECADES, _TEMPERATURE_DECADES, count, dtype=torch.float64)
 
 
-def _neg_log(likelihood: Likelihood, means: Tensor, targets: Tensor) -> Tensor:
-    """Return −log p of the labels of B examples, (T, B), from probabilities (T, B, C)."""
+def _cross_entropies(likelihood: Likelihood, means: Tensor, shares: Tensor) -> Tensor:
+    """Return −Σ q log p over B examples, (T,), for probabilities p (T, B, C) and q (B, C)."""
+    found = (shares * means.clamp(min=1e-300).log()).sum((1, 2))
     if isinstance(likelihood, Bernoulli):
-        chosen = torch.where(targets > 0, means, 1 - means)
-    else:
-        chosen = means.gather(2, targets.long().expand(len(means), -1)[:, :, None])
-    return -chosen.clamp(min=1e-300).log().sum(2)
+        found += ((1 - shares) * (1 - means).clamp(min=1e-300).log()).sum((1, 2))
+    return -found
+
+
+def _shares(likelihood: Likelihood, targets: Tensor, classes: int) -> Tensor:
+    """Return labels as probabilities (B, C) of 0 and 1."""
+    if isinstance(likelihood, Bernoulli):
+        return targets.double()
+    return torch.nn.functional.one_hot(targets.long(), classes).double()
 
 
 def tune_l2(state: FittedState, data: Any, method: str) -> Tuning:
@@ -427,7 +490,8 @@ def _validation_losses(
                 else:
                     assert prediction.covariance is not None
                     means = moderation.means(outputs, prediction.covariance, temperatures)
-                    losses = _neg_log(likelihood, means, targets).sum(1)
+                    shares = _shares(likelihood, targets, state.num_outputs)
+                    losses = _cross_entropies(likelihood, means, shares)
                 total[index] += losses.cpu()
             count += len(targets)
             bar.show(count)
