@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import deltabars
 from benchmarks.true_bars.material import Material
 from benchmarks.true_bars.outputs import load_outputs
 from benchmarks.true_bars.subjects import SUBJECTS, Subject
-from deltabars.fitting.checking import agreement
+from deltabars.fitting.checking import Agreement, agreement
 from deltabars.fitting.replicas import calibrated_by, scatter_of
 
 _FEW, _MORE = 2, 5  # replicas that a user may have
@@ -40,8 +41,9 @@ def study(subject: Subject, data: Material, runs: Path, options: dict[str, Any])
     seconds = time.perf_counter() - started
     means = _means(fit, load_outputs(runs / "outputs.npz"))
     test = data.test_inputs.to(device)
-    own, others = means["test"][1:], slice(1 + _FEW, None)
-    calibrated = calibrated_by(fit, own[:_FEW], test)
+    own = means["test"][1:]
+    pairs = _parted(len(own), _FEW)
+    levels = [calibrated_by(fit, own[pair], test).calibration["sampling"] for pair, _ in pairs]
     found: dict[str, Any] = {
         "title": subject.title, "l2_of_training": subject.l2, "estimator": fit.estimator,
         "parameters": fit.num_parameters, "examples": fit.num_examples, "rank": fit.rank,
@@ -51,25 +53,34 @@ def study(subject: Subject, data: Material, runs: Path, options: dict[str, Any])
     }  # fmt: skip
     for part in ("test", "foreign"):
         inputs, said = getattr(data, f"{part}_inputs").to(device), means[part][1:]
-        scatter, rest = scatter_of(said), scatter_of(means[part][others])
+        scatter = scatter_of(said)
         posterior, seconds_posterior = _timed(fit, inputs, "posterior")
         sampling, seconds_sampling = _timed(fit, inputs, "sampling")
-        level = calibrated.calibration["sampling"]
+        bars = sampling.std.cpu()
         rows = {
             "posterior, auto": agreement(posterior.std.cpu(), scatter),
-            "sampling, auto": agreement(sampling.std.cpu(), scatter),
-            "calibrated by two": agreement(level.factor * sampling.std.cpu(), rest),
-            "two alone": agreement(scatter_of(said[:_FEW]), rest),
-            "five alone": agreement(scatter_of(said[:_MORE]), scatter_of(said[_MORE:])),
+            "sampling, auto": agreement(bars, scatter),
         }
         if subject.l2 is not None:
             moved = fit.with_l2(fit_level(fit, subject.l2, data))
             rows["posterior, training"] = agreement(
                 moved.predict(inputs, moderation=None).std.cpu(), scatter
             )
+        calibrated = [
+            agreement(level.factor * bars, scatter_of(said[rest]))
+            for level, (_, rest) in zip(levels, pairs, strict=True)
+        ]
+        numbers = {name: vars(each) for name, each in rows.items()}
+        numbers["calibrated by two"] = _averaged(calibrated)
+        for name, count in (("two alone", _FEW), ("five alone", _MORE)):
+            alone = [
+                agreement(scatter_of(said[some]), scatter_of(said[rest]))
+                for some, rest in _parted(len(said), count)
+            ]
+            numbers[name] = _averaged(alone)
         shift = (said.mean(0) - means[part][0]).square().mean().sqrt()
         found[part] = {
-            "agreement": {name: vars(each) for name, each in rows.items()},
+            "agreement": numbers,
             "inputs": len(said[0]), "seconds_posterior": seconds_posterior,
             "seconds_sampling": seconds_sampling,
             "mean_shift": float(shift / scatter.square().mean().sqrt()),
@@ -77,8 +88,6 @@ def study(subject: Subject, data: Material, runs: Path, options: dict[str, Any])
             "tail_share": float(sampling.tail_share.double().mean()),
             "interval": float((sampling.score_error / sampling.score).median()),
         }  # fmt: skip
-    pairs = [own[k : k + _FEW] for k in range(0, len(own) - 1, _FEW)]
-    levels = [calibrated_by(fit, pair, test).calibration["sampling"] for pair in pairs]
     found["calibration"] = {
         "factors": [each.factor for each in levels],
         "standard_errors": [each.standard_error for each in levels],
@@ -86,6 +95,20 @@ def study(subject: Subject, data: Material, runs: Path, options: dict[str, Any])
     if fit.likelihood.discrete:
         found["log_loss"] = _losses(fit, data, device)
     return found
+
+
+def _parted(count: int, size: int) -> list[tuple[list[int], list[int]]]:
+    """Return groups of so many replicas, none in two of them, each beside all the others."""
+    starts = range(0, count - size + 1, size)
+    groups = [list(range(start, start + size)) for start in starts]
+    return [(group, [k for k in range(count) if k not in group]) for group in groups]
+
+
+def _averaged(found: list[Agreement]) -> dict[str, float]:
+    """Return the mean of what several groups of replicas give, and the ends of their slopes."""
+    mean = {name: statistics.fmean(vars(each)[name] for each in found) for name in vars(found[0])}
+    slopes = [each.slope for each in found]
+    return mean | {"least_slope": min(slopes), "largest_slope": max(slopes)}
 
 
 def fit_level(fit: deltabars.DeltaFit, l2: float, data: Material) -> float:

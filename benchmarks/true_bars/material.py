@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,23 @@ def r8(folder: Path) -> Material:
         tokens["test"][validation], labels[validation],
         tokens["foreign"][foreign],
     )  # fmt: skip
+
+
+def frequent(folder: Path, words: int) -> Material:
+    """R8 in its most frequent words alone; others are left out of the texts."""
+    texts = r8(folder)
+    parts = {
+        name: torch.where(getattr(texts, name) > words, 0, getattr(texts, name))
+        for name in ("train_inputs", "test_inputs", "validation_inputs", "foreign_inputs")
+    }
+    return replace(texts, **parts)
+
+
+def few(load: Callable[[Path], Material], count: int, folder: Path) -> Material:
+    """Load other data, with the first `count` training examples alone."""
+    found = load(folder)
+    inputs, targets = found.train_inputs[:count], found.train_targets[:count]
+    return replace(found, train_inputs=inputs, train_targets=targets)
 
 
 def turned(images: Tensor) -> Tensor:

@@ -28,6 +28,15 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def small_cnn() -> nn.Module:
+    """Two convolutions of 8 and 16 channels, two dense layers; P = 6,218."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4),
+        nn.Flatten(), nn.Linear(16 * 3 * 3, 32), nn.ReLU(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
 def mlp() -> nn.Module:
     """Two hidden layers of 50 for ten inputs and one target; P = 3,151."""
     return nn.Sequential(
@@ -94,9 +103,9 @@ class ViT(nn.Module):
 class TextClassifier(nn.Module):
     """The mean of the words' embeddings, and two dense layers with dropout between them."""
 
-    def __init__(self, classes: int = 8, width: int = 64) -> None:
+    def __init__(self, classes: int = 8, width: int = 64, words: int = WORDS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(1 + WORDS, width, padding_idx=0)
+        self.embedding = nn.Embedding(1 + words, width, padding_idx=0)
         self.dense1 = nn.Linear(width, width)
         self.dropout = nn.Dropout(0.3)
         self.dense2 = nn.Linear(width, classes)

@@ -1,4 +1,4 @@
-"""The eight networks, and the command that trains one and its replicas.
+"""The eight networks and three small ones, and the command that trains one and its replicas.
 
 usage: python -m benchmarks.true_bars.subjects NAME --data FOLDER --out FOLDER [--count 16]
        [--scale 0.05] [--seed 0] [--device cuda]
@@ -29,6 +29,8 @@ from deltabars.recipes import digits, paper
 
 Keep = Callable[[int, State], object]
 
+_FEW = 3_000  # training images of the small networks
+_WORDS = 500  # of the small text classifier
 _CONVERGED = 800  # iterations of L-BFGS, at most
 
 
@@ -294,6 +296,42 @@ _ALL = (
         Plan(loss=_cross_entropy, epochs=15, batch=64, rate=partial(_constant, 1e-3)),
         material.r8,
         _seeded(networks.TextClassifier),
+    ),
+    # Small ones of the same kinds, for two cores, and for `benchmarks.true_bars.exact`.
+    _subject(
+        "small-cnn",
+        "small CNN on 3,000 images of clothes, AdamW",
+        Plan(
+            loss=_cross_entropy,
+            epochs=15,
+            batch=64,
+            rate=partial(_constant, 2e-3),
+            decay=0.05,
+            decoupled=True,
+        ),
+        partial(material.few, material.fashion, _FEW),
+        _seeded(networks.small_cnn),
+    ),
+    _subject(
+        "small-text",
+        "small text classifier on R8, Adam with dropout",
+        Plan(loss=_cross_entropy, epochs=15, batch=64, rate=partial(_constant, 3e-3)),
+        partial(material.frequent, words=_WORDS),
+        _seeded(partial(networks.TextClassifier, width=12, words=_WORDS)),
+    ),
+    _subject(
+        "small-vit",
+        "small vision transformer on 3,000 digits, AdamW",
+        Plan(
+            loss=_cross_entropy,
+            epochs=60,
+            batch=100,
+            rate=partial(_cosine, 2e-3, 0.1),
+            decay=0.05,
+            decoupled=True,
+        ),
+        partial(material.few, material.mnist, _FEW),
+        _seeded(partial(networks.ViT, width=16, depth=2, heads=2, inner=32)),
     ),
 )
 SUBJECTS = {subject.name: subject for subject in _ALL}
