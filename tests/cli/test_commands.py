@@ -142,7 +142,7 @@ class TestLevel:
         more = ("--l2", "*=0.02", "3.*=0.01", "--rank", 5, "--estimator", "auto")
         text = said(capsys, "fit", *options, *more, "--out", tmp_path / "run")
         assert "DeltaFit: opg" in text
-        assert "\n  the factor of the λs = 1, given; by the evidence " in text
+        assert "\n  factor of the λs = 1, given; by the evidence " in text
         text = said(capsys, "spectrum", workshop.run)
         assert "λ = 0.01, given; by the evidence " in text
 

@@ -191,7 +191,10 @@ RUN = [
     ("check run --data large --replicas w.pt w.pt", "expected torch.float32 (B, 1, 8, 8)"),
     ("check run --data {test} --train none.py:f", "--train: expected a Python file, got none.py"),
     ("check run --data {test} --train train.py:word", "--train: expected a function, got"),
-    ("check run --data {test} --train train.py:nothing", "a state dict from train.py:nothing, got"),
+    (
+        "check run --data {test} --train train.py:nothing",
+        "train.py:nothing: expected a module, a state dict",
+    ),
     ("check run --data {test} --train train.py:other", "(the first difference: '1.weight')"),
     ("check run --data {test} --train train.py:fails", "RuntimeError: no luck ("),
     ("check run --data {test} --train train.py:other --folder classes", "a new or empty folder"),

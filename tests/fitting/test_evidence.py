@@ -165,6 +165,28 @@ class TestLevel:
         given = fitted(case, rank="auto", l2=fit.l2, **options)
         assert abs(fit.rank - given.rank) <= 2
 
+    @pytest.mark.parametrize("l2", ["auto", 0.01])
+    def test_of_a_regression_with_no_fewer_pairs_than_targets(self, l2):
+        """The noise cannot be estimated below some λ, where the pairs explain every target."""
+        case = make_case("dense", count=12, l2=0.02, likelihood="gaussian")
+        options = {"likelihood": Gaussian("estimate"), "l2": l2}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit = fitted(case, "opg", **options)
+        assert fit.rank >= case.targets.numel()
+        known = fit.diagnostics["l2"]
+        assert 0 < known["evidence_low"] <= known["evidence"] * (1 + 1e-9)
+        assert 0 < fit.noise < math.inf
+
+
+@pytest.mark.parametrize("name", ["gradient_to_noise", "distance_from_optimum"])
+def test_one_lambda_or_that_of_a_pattern_is_the_same_fit(name):
+    case = make_case("dense", l2=0.02, seed=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, other = (fitted(case, l2=l2).diagnostics[name] for l2 in (1e-3, {"*": 1e-3}))
+    assert one == pytest.approx(other, rel=1e-6)
+
 
 class TestResumed:
     @pytest.mark.parametrize(("way", "states"), [("ggn", 6), ("auto", 4), ("sandwich", 20)])

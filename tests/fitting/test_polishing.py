@@ -273,6 +273,7 @@ def test_half_precision_is_warned_of():
 
 BAD = {
     "l2: expected a finite Python number above zero": {"l2": 0},
+    "l2: expected a number, got .auto.": {"l2": "auto"},
     "l2: expected patterns that match a parameter, got 'fc": {"l2": {"fc*": 0.1}},
     "params: expected a pattern that matches a parameter, got 'fc": {"params": ["fc*"]},
     "likelihood: expected one of": {"likelihood": "poisson"},

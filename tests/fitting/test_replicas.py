@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import cache
 
@@ -14,7 +15,14 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import deltabars
 from deltabars import checking
-from deltabars.errors import BadValueError, DataError, DeltaBarsError, ModelError, StorageError
+from deltabars.errors import (
+    BadValueError,
+    DataError,
+    DataWarning,
+    DeltaBarsError,
+    ModelError,
+    StorageError,
+)
 from deltabars.fitting.replicas import small_sample
 from tests.fitting.test_evidence import averaged
 from tests.networks import make_case, train
@@ -72,6 +80,7 @@ class TestResample:
             (loader, 0, r"got DataLoader\. Give its dataset"),
             ((), 0, "resample: expected a Dataset"),
             (3, 0, "resample: expected a Dataset"),
+            ((data[0], data[1][:3]), 0, r"expected tensors of one length, got \[3, 5\]"),
             (iter([data]), 0, "resample: expected a Dataset"),
         ):
             with pytest.raises(DeltaBarsError, match=match):
@@ -97,6 +106,7 @@ class TestCalibrate:
         own = posterior["posterior"]
         assert abs(own.factor - 1) < 3 * own.standard_error
 
+    @pytest.mark.filterwarnings("ignore:calibrate. expected replicas that scatter")  # by chance
     @pytest.mark.parametrize("count", [2, 5])
     def test_the_factor_is_the_slope_and_its_error_is_how_it_scatters(self, count):
         """Over 200 calibrations of so few replicas each; a scatter of 200 is known to 5 %."""
@@ -151,6 +161,38 @@ class TestCalibrate:
             torch.testing.assert_close(found.std_low, factor * plain.std_low, **close)
             torch.testing.assert_close(found.std_high, factor * plain.std_high, **close)
 
+    def test_replicas_that_have_nothing_to_do_with_the_bars(self):
+        """A warning, and a verdict that does not rest on them."""
+        case = make_case("dense", l2=0.02, seed=20)
+        fit = deltabars.fit(case.model, case.data, progress=False)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            odd = [copy.deepcopy(case.model) for _ in range(2)]
+            for each in odd:
+                for part in each.parameters():
+                    nn.init.normal_(part, std=0.01)
+        with pytest.warns(DataWarning, match=r"scatter as the bars say, got R² 0\.0"):
+            found = fit.calibrate(odd, case.unseen)
+        assert found.calibration["sampling"].r_squared < 0.1
+        asked = {"spread": "sampling"}
+        ours, plain = (each.predict(case.unseen, **asked).judgement for each in (found, fit))
+        assert (ours.level, ours.evidence.calibrated) == (plain.level, 0)
+
+    def test_replicas_of_a_network_with_frozen_parameters(self):
+        case = make_case("dense", l2=0.02, seed=20)
+        case.model[0].requires_grad_(False)
+        last = {"params": deltabars.last_layer(), "progress": False}
+        fit = deltabars.fit(case.model, case.data, **last)
+        replicas = []
+        for seed in (1, 2):
+            sample = deltabars.resample(case.data, seed)
+            replicas.append(deltabars.polish(case.model, sample, fit.l2, progress=False))
+        modules = fit.calibrate(replicas, case.unseen).calibration
+        states = fit.calibrate([each.state_dict() for each in replicas], case.unseen).calibration
+        assert modules == states
+        assert modules["sampling"].factor > 0
+
+    @pytest.mark.filterwarnings("ignore:calibrate. expected replicas that scatter")  # by chance
     def test_averages_are_over_the_calibrated_scatter(self):
         case = make_case("dense", l2=0.02, seed=5)
         fit = deltabars.fit(case.model, case.data, rank=43, progress=False)
@@ -206,8 +248,18 @@ class TestCalibrate:
             ([], INPUTS, BadValueError, r"replicas: expected a list .* got \[\]"),
             ("weights.pt", INPUTS, BadValueError, "replicas: expected a list .* got 'weights.pt'"),
             (replicas[0], INPUTS, BadValueError, "replicas: expected a list .* got dict"),
-            ([replicas[0], 3], INPUTS, BadValueError, "expected modules, state dicts .* got int"),
-            ([replicas[0], other], INPUTS, ModelError, "the weights of this model.*replica 1"),
+            (
+                [replicas[0], 3],
+                INPUTS,
+                BadValueError,
+                "expected a module, a state dict .* got a int",
+            ),
+            (
+                [replicas[0], other],
+                INPUTS,
+                ModelError,
+                "replica 1: expected the weights of the fitted model",
+            ),
             ([replicas[0], "no.pt"], INPUTS, ModelError, r"expected a file of weights, got no\.pt"),
             ([replicas[0], tmp_path / "bad.pt"], INPUTS, ModelError, "expected a file of weights"),
             ([replicas[0], lost], INPUTS, ModelError, "Expected finite weights"),
@@ -345,7 +397,7 @@ class TestBootstrap:
             ),
             (
                 lambda: checking.bootstrap_check(fit, lambda sample: None, *args, **options),
-                BadValueError, "expected modules, state dicts or files of them, got NoneType",
+                BadValueError, "train_function: expected a module, a state dict .* got a NoneType",
             ),
             (
                 lambda: checking.bootstrap_check(fit, work, DataLoader([1]), args[1], **options),

@@ -136,7 +136,7 @@ def test_the_spread_the_level_and_the_calibration_are_said(made, data, tmp_path)
     known, plain = made.fit.diagnostics["l2"], said(data)
     assert plain["Error bars"] == ("posterior", "what data and prior leave open")
     assert plain["λ"][0] == "0.01"
-    assert plain["λ"][1].startswith(f"given; by the evidence {known['evidence']:.2g}, between ")
+    assert plain["λ"][1].startswith(f"given; by the evidence {known['evidence']:.2g} (")
     assert (data["spread"], "Calibrated by" in plain) == ("posterior", False)
 
     auto = {**known, "how": "auto", "value": known["evidence"]}
@@ -154,7 +154,7 @@ def test_the_spread_the_level_and_the_calibration_are_said(made, data, tmp_path)
     found = said(page)
     assert found["Error bars"][0] == "sampling"
     assert found["λ"][0] == f"{known['evidence']:.2g}"
-    assert found["λ"][1].startswith("by the evidence: between ")
+    assert found["λ"][1].startswith("by the evidence (")
     assert found["Calibrated by"] == ("1.25", "± 0.12, by 3 retrained networks; R² 0.5")
     assert " · sampling spread · " in path.read_text()
     old = made.fit.moved(diagnostics={**made.fit.diagnostics, "l2": None})

@@ -21,6 +21,7 @@ from deltabars.cli.subject import PICTURES, check_file, load_fit, named_data, op
 from deltabars.errors import BadValueError, DataError, ModelError, StorageError, UsageError
 from deltabars.fitting.checking import as_dict, bootstrap_check, compare_with_replicas
 from deltabars.fitting.fitted import DeltaFit
+from deltabars.fitting.replicas import state_dict_of
 from deltabars.storage.writing import check_parent, write_whole
 
 _COUNT, _SEED, _FOLDER = 16, 0, "check"
@@ -120,33 +121,15 @@ def _trainer(spec: str, fit: DeltaFit) -> Callable[[Any], Mapping[str, Tensor]]:
     function = find_object(spec, "--train")
     if not callable(function):
         raise BadValueError(f"--train: expected a function, got {spec}, which is none.")
-    own = fit.network.model.state_dict()
 
     def train(sample: Any) -> Mapping[str, Tensor]:
         given = TensorDataset(*sample) if isinstance(sample, tuple) else sample
         with torch.random.fork_rng(), user_code(spec, "--train"):
             torch.manual_seed(0)  # the same initial weights each time, also where it is resumed
             made = function(given)
-        if not isinstance(made, nn.Module | Mapping):
-            raise ModelError(
-                f"--train: expected a module or a state dict from {spec}, got a "
-                f"{type(made).__name__}. Return the network."
-            )
-        state = made.state_dict() if isinstance(made, nn.Module) else made
-        odd = [name for name in own if _shape(state.get(name)) != _shape(own[name])]
-        odd += [name for name in state if name not in own]
-        if odd:
-            raise ModelError(
-                f"--train: expected the weights of the fitted model from {spec}, got others (the "
-                f"first difference: {odd[0]!r}). Return a network of the same kind."
-            )
-        return {name: value.detach().cpu() for name, value in state.items()}
+        return state_dict_of(made, fit.network.model, f"--train: {spec}")
 
     return train
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _training_data(kept: Run, fit: DeltaFit) -> Any:

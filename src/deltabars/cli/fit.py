@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -114,15 +113,8 @@ def interval_of(fit: DeltaFit) -> tuple[float, float] | None:
 
 def level_line(fit: DeltaFit) -> str:
     """Say which λ a fit has, how it was found, and where the evidence has it."""
-    known = fit.diagnostics.get("l2")
-    what = "the factor of the λs" if isinstance(fit.l2, Mapping) else "λ"
-    if known is None:  # no evidence, or an older file
-        return f"{what} = {fit.level:.2g}, given"
-    value, low, high = (known[f"evidence{end}"] for end in ("", "_low", "_high"))
-    ends = f"({low:.2g} to {high:.2g})"
-    if known["how"] == AUTO and fit.level == known["value"]:
-        return f"{what} = {fit.level:.2g} by the evidence {ends}"
-    return f"{what} = {fit.level:.2g}, given; by the evidence {value:.2g} {ends}"
+    name, value, how = fit.described_level
+    return f"{name} = {value}{' ' if how.startswith('by') else ', '}{how}"
 
 
 def summary(fit: DeltaFit) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from torch import Tensor
 from deltabars.covariance.base import Ball, Covariance, LowRankPlusIdentity, Spread, Tail
 from deltabars.runtime.vectors import Basis, combined, first, projected
 
-# Names of what a fit measures of a matrix, in its diagnostics.
+# Names of what a fit measures of a matrix, in its diagnostics: the trace of A; those of A and A²
+# outside the eigenvectors; ωᵀAω and ‖Aω‖² of the weights there.
 TRACE, TAIL_TRACE, TAIL_SQUARE = "data_trace", "tail_trace", "tail_square"
+TAIL_PULL, TAIL_PULL_SQUARE = "tail_pull", "tail_pull_square"
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +167,12 @@ class SamplingCovariance(Covariance):
         """κ with G₀ ≤ κ·B."""
         return float((self.meat.slopes + self.meat.whole / self.tail.floor).min())
 
+    @cached_property
+    def _steepest_inside(self) -> float:
+        """The most that √(hᵀ(QᵀG₀Q)h) is for h = Λ⁻¹Qᵀf and ‖Qᵀf‖ = 1."""
+        scaled = self.meat.within / self.values / self.values[:, None]
+        return max(float(torch.linalg.eigvalsh(scaled)[-1]), 0.0) ** 0.5
+
     def _interval(
         self, ball: Ball, head: Tensor, within: Tensor, outside: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -180,8 +188,7 @@ class SamplingCovariance(Covariance):
         floor, defects = tail.floor, tail.defects
         exact = 0.0 if tail.is_empty else 1.0
         middle = within.sqrt()
-        most = float(torch.linalg.eigvalsh(meat.within / values / values[:, None])[-1])
-        moved = max(most, 0.0) ** 0.5 * ball.radius  # by the rounding of projections
+        moved = self._steepest_inside * ball.radius  # by the rounding of projections
         beyond = exact * self._most_outside * ball.outside_most
         if meat.is_own:
             low = (middle - moved).clamp(min=0).square()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltabars.errors import BadValueError, DataError, StorageError
 from deltabars.fitting.replicas import (
@@ -21,15 +19,16 @@ from deltabars.fitting.replicas import (
     resample,
     scatter_of,
     slope_of,
+    state_dict_of,
 )
 from deltabars.fitting.state import FittedState, check_spread, check_whole
 from deltabars.prediction.display import axes_or_new
 from deltabars.prediction.metrics import regression
+from deltabars.problem.data import Batch, fingerprint_of
 from deltabars.runtime.progress import Progress
 from deltabars.storage.writing import write_text
 
 _ABOUT = "check.json"
-_LOOKED_AT = 16  # examples of a dataset
 
 
 @dataclass(frozen=True)
@@ -177,13 +176,12 @@ def bootstrap_check(
             if path is not None and path.is_file():
                 found.append(replica_means(fit, [path], inputs)[0])
             else:
-                trained: Any = train_function(resample(data, seed + number))
-                if isinstance(trained, nn.Module):
-                    trained = {name: value.cpu() for name, value in trained.state_dict().items()}
+                given = train_function(resample(data, seed + number))
+                trained = state_dict_of(given, fit.network.model, "train_function")
                 found.append(replica_means(fit, [trained], inputs)[0])  # before they are kept
                 if path is not None:
                     unfinished = path.with_suffix(".part")
-                    torch.save(dict(trained), unfinished)
+                    torch.save(trained, unfinished)
                     os.replace(unfinished, path)
             bar.show(number + 1)
     return _check_of(std, scatter_of(torch.stack(found)), spread, replicas)
@@ -213,33 +211,11 @@ def _claim(folder: Path, about: dict[str, Any]) -> None:
     write_text(path, json.dumps(about))
 
 
-def _fingerprint(data: Any) -> str:
-    """Return what identifies data: all of tensors, some examples of a dataset."""
+def _fingerprint(data: Any) -> int:
+    """Return what identifies data: all of tensors, the length of a dataset, which may augment."""
     if isinstance(data, tuple | list):
-        some: list[Any] = list(data)
-    else:
-        count = len(data)
-        some = [count, *(data[k * (count - 1) // (_LOOKED_AT - 1)] for k in range(_LOOKED_AT))]
-    digest = hashlib.sha256()
-    for leaf in _leaves(some):
-        digest.update(leaf)
-    return digest.hexdigest()
-
-
-def _leaves(value: Any) -> Iterator[bytes]:
-    """Yield the numbers of an example as bytes; of what is no number its kind alone."""
-    if isinstance(value, Mapping):
-        value = [part for pair in sorted(value.items()) for part in pair]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, Tensor | np.ndarray):
-        tensor = torch.as_tensor(value).detach().cpu().double().contiguous()
-        yield f"{tuple(tensor.shape)}".encode()
-        yield tensor.numpy().tobytes()
-    else:
-        plain = isinstance(value, int | float | str | bool)
-        yield (repr(value) if plain else type(value).__name__).encode()
+        return fingerprint_of([Batch(tuple(data), None)])
+    return len(data)
 
 
 def _check_of(std: Tensor, scatter: Tensor, spread: str, replicas: int) -> Check:

@@ -41,7 +41,7 @@ from deltabars.runtime.memory import ran_out
 from deltabars.storage import format as storage
 from deltabars.storage.writing import check_parent, locked, remove_left
 
-_FORMAT = 4  # of the states that solvers save
+_FORMAT = 5  # of the states that solvers save
 _SECONDS = 60.0
 _MOST_OF_THE_TIME = 0.05  # that saving may take
 _FILE = re.compile(r"(hessian|opg|ggn)(?:-of-(\d+)-rank-\d+)?(?:\.new)?\.safetensors")

@@ -206,10 +206,11 @@ def fit(
             if options.is_automatic:  # which needs λ to say what is enough
                 few = min(DEFAULT_RANK, problem.num_parameters)
                 plain = replace(options, rank=few, tolerance=None, probe=None)
-                first = replace(work, session=None, options=plain)
-                found = level_by_evidence(first.state_of(*first.solved(None)))[0]
+                half = deadline.first_of(2)
+                first = replace(work, session=None, options=plain, deadline=half)
+                found = level_by_evidence(first.solved(None))[0]
                 work = replace(work, problem=problem.at_l2(found))
-        return work.assembled(*work.solved(probe))
+        return work.assembled(work.solved(probe))
 
 
 def _look_at(problem: Problem, options: FitOptions, bar: Progress) -> dict[str, Any]:
@@ -278,8 +279,11 @@ class _Work:
     diagnostics: dict[str, Any]
     progress: bool
 
-    def solved(self, probe: Any) -> tuple[dict[str, EigenPairs], dict[str, Meat], dict[str, Any]]:
-        """Compute the eigenpairs of every matrix of the estimator, and the meat beside them."""
+    def solved(self, probe: Any) -> DeltaFit:
+        """Compute the eigenpairs of every matrix of the estimator, and the meat beside them.
+
+        The fit is at the λ of the problem, and its noise is not settled yet.
+        """
         problem, options, session = self.problem, self.options, self.session
         group, estimator, chosen = problem.group, options.estimator, None
         diagnostics = dict(self.diagnostics)
@@ -316,60 +320,52 @@ class _Work:
                 "collectives": group.collectives - sent[0],
                 "bytes": group.bytes - sent[1],
             }
-        return {name: spectra[name] for name in ESTIMATORS[estimator]}, meats, diagnostics
-
-    def state_of(
-        self,
-        spectra: dict[str, EigenPairs],
-        meats: dict[str, Meat],
-        diagnostics: dict[str, Any],
-    ) -> DeltaFit:
-        """Return a fit at the λ of the problem, whose noise is not settled yet."""
-        problem, options = self.problem, self.options
         network, signature = problem.network, problem.data.signature
         return DeltaFit(
-            estimator=options.estimator, prior=problem.prior, num_examples=problem.num_examples,
-            num_outputs=problem.num_outputs, spectra=spectra, diagnostics=diagnostics,
-            likelihood=problem.likelihood, network=network, signature=signature,
-            weights=network.weights, behaviour=Behaviour.of(network, signature, problem.ranges),
+            estimator=estimator, prior=problem.prior, num_examples=problem.num_examples,
+            num_outputs=problem.num_outputs,
+            spectra={name: spectra[name] for name in ESTIMATORS[estimator]},
+            diagnostics=diagnostics, likelihood=problem.likelihood, network=network,
+            signature=signature, weights=network.weights,
+            behaviour=Behaviour.of(network, signature, problem.ranges),
             memory_budget=options.memory_budget, progress=self.progress, meats=meats,
         )  # fmt: skip
 
-    def assembled(
-        self,
-        spectra: dict[str, EigenPairs],
-        meats: dict[str, Meat],
-        diagnostics: dict[str, Any],
-    ) -> DeltaFit:
+    def assembled(self, fit: DeltaFit) -> DeltaFit:
         """Settle λ and the noise; look at the trained point with them."""
         problem, is_auto = self.problem, self.problem.given_l2 == AUTO
-        fit = self.state_of(spectra, meats, diagnostics)
         noted = _level_of(fit, is_auto)
         if is_auto:
             assert noted is not None
             problem = problem.at_l2(noted["evidence"])
             shift = problem.l2 - fit.level
-            moved = {name: pairs.mapped(1.0, shift) for name, pairs in spectra.items()}
+            moved = {name: pairs.mapped(1.0, shift) for name, pairs in fit.spectra.items()}
             for name, pairs in moved.items():
                 warn_about_values(name, pairs, problem.l2, was_moved=True)
             fit = fit.moved(prior=problem.prior, spectra=moved)
-        if isinstance(fit.likelihood, Gaussian):
-            fit = with_settled_noise(fit)
+        fit = with_settled_noise(fit)
         if is_auto and can_be_averaged(fit.num_outputs, fit.likelihood):
             count = min(_LEFT_OUT, max(1, problem.num_examples // _LEFT_OUT_SHARE))
-            own = drawn(problem, count, self.options.seed)
+            own = [
+                batch.to(torch.device("cpu")) for batch in drawn(problem, count, self.options.seed)
+            ]
             gathered = problem.group.gather_objects(own) if problem.group.size > 1 else [own]
             few = [batch.to(problem.device, problem.dtype) for part in gathered for batch in part]
             temperature = temperature_by_leaving_out(fit, few)
             fit = fit.moved(averages="sampling", temperature=temperature)
+        gradient, scale = problem.gradient, problem.network.scale
+        gradient = gradient if scale is None else gradient * scale  # by what λ is one number of
         with full_precision(problem.device):
-            distance = _distance_from_optimum(fit, problem.gradient)
+            distance = _distance_from_optimum(fit, gradient)
             found = {
-                **diagnostics,
-                **_at_point(problem),
+                **fit.diagnostics,
+                "cost": problem.mean_loss + problem.penalty,
+                "gradient_norm": float(problem.gradient.norm()),
+                "relative_gradient": problem.relative_gradient,
+                "at_chance": problem.is_at_chance,
                 "l2": noted,
                 "distance_from_optimum": distance,
-                "gradient_to_noise": _gradient_to_noise(fit, problem.gradient),
+                "gradient_to_noise": _gradient_to_noise(fit, gradient),
             }
             positive = all(float(pairs.values[0]) > 0 for pairs in fit.spectra.values())
             if fit.estimator == "sandwich" and positive:
@@ -384,16 +380,6 @@ class _Work:
         elif other and problem.group.is_first:
             warn(f"l2: {other}", EvidenceWarning)
         return fit.moved(diagnostics=found)
-
-
-def _at_point(problem: Problem) -> dict[str, Any]:
-    """Return what depends on λ at the trained point."""
-    return {
-        "cost": problem.mean_loss + problem.penalty,
-        "gradient_norm": float(problem.gradient.norm()),
-        "relative_gradient": problem.relative_gradient,
-        "at_chance": problem.is_at_chance,
-    }
 
 
 def _level_of(fit: DeltaFit, is_auto: bool) -> dict[str, Any] | None:

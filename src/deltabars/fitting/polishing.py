@@ -102,6 +102,11 @@ def polish(
     """
     check_positive("tolerance", tolerance)
     check_whole("max_iterations", max_iterations, 1)
+    if isinstance(l2, str):
+        raise BadValueError(
+            f"l2: expected a number, got {l2!r}. Give the l2 of a fit of the last layer, or the "
+            "weight decay of the training."
+        )
     if (count := current_group().size) > 1:
         raise BadValueError(
             f"polish: expected one process, got {count}. Polish in one of them, within "

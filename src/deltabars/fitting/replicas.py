@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from deltabars.covariance.estimators import SPREADS
 from deltabars.covariance.sampling import SamplingCovariance
 from deltabars.curvature.sensitivity import Sensitivity
-from deltabars.errors import BadValueError, DataError, ModelError, first_line
-from deltabars.fitting.state import Calibration, FittedState
+from deltabars.errors import BadValueError, DataError, DataWarning, ModelError, first_line, warn
+from deltabars.fitting.state import EXPLAINED, Calibration, FittedState, check_whole
 from deltabars.prediction.metrics import regression
 from deltabars.prediction.scoring import Scorer, read_inputs
 from deltabars.problem.network import Network, model_errors
+from deltabars.problem.parameters import plain_model
 from deltabars.runtime.precision import full_precision
 from deltabars.runtime.progress import Progress
 
@@ -48,8 +49,7 @@ def resample(data: Any, seed: int) -> Any:
         >>> labels.tolist()
         [1, 5, 0, 2, 1, 1]
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise BadValueError(f"seed: expected a whole number from 0 on, got {seed!r}.")
+    check_whole("seed", seed, 0)
     some = data if isinstance(data, tuple | list) else ()
     tensors = len(some) > 0 and all(isinstance(each, Tensor) for each in some)
     known = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
@@ -59,7 +59,10 @@ def resample(data: Any, seed: int) -> Any:
             "resample: expected a Dataset with a length, or a tuple of tensors, got "
             f"{type(data).__name__}.{advice}"
         )
-    count = len(data[0]) if tensors else len(data)
+    counts = {len(each) for each in data} if tensors else {len(data)}
+    if len(counts) > 1:
+        raise DataError(f"resample: expected tensors of one length, got {sorted(counts)}.")
+    count = counts.pop()
     if count == 0:
         raise DataError("resample: expected at least one example, got none.")
     generator = torch.Generator().manual_seed(seed)
@@ -104,18 +107,16 @@ def replica_means(
             found.append(torch.cat(parts).cpu())
             bar.show(number + 1)
     means = torch.stack(found)
-    if means.shape[2] != state.num_outputs or not bool(means.isfinite().all()):
+    if not bool(means.isfinite().all()):
         raise ModelError(
-            f"replicas: expected finite predictions of {state.num_outputs} outputs, got "
-            f"{means.shape[2]} outputs, or NaN."
+            "replicas: expected finite predictions, got NaN or infinity. Look for such numbers in "
+            "their weights and buffers."
         )
     return means
 
 
 def _network_of(state: FittedState, given: Any, number: int) -> Network:
     own, what = state.network, f"replica {number}"
-    if isinstance(given, nn.Module):
-        return Network.capture(given, None, own.device, own.dtype)
     if isinstance(given, str | PathLike):
         what, path = str(given), Path(given)
         try:
@@ -129,19 +130,29 @@ def _network_of(state: FittedState, given: Any, number: int) -> Network:
             raise ModelError(
                 f"replicas: expected a file of weights, got {path} ({first_line(error)})."
             ) from error
+    model = copy.deepcopy(own.model)
+    model.load_state_dict(state_dict_of(given, model, f"replicas: {what}"))
+    return Network.capture(model, own.parameters, own.device, own.dtype)
+
+
+def state_dict_of(given: Any, model: nn.Module, what: str) -> dict[str, Tensor]:
+    """Return the weights of a module or a state dict on the CPU; refuse those of another model."""
+    if isinstance(given, nn.Module):
+        given = plain_model(given).state_dict()
     if not isinstance(given, Mapping):
         raise BadValueError(
-            f"replicas: expected modules, state dicts or files of them, got {type(given).__name__}."
+            f"{what}: expected a module, a state dict or a file of one, got a "
+            f"{type(given).__name__}. Give, or return, the network."
         )
-    model = copy.deepcopy(own.model)
-    try:
-        model.load_state_dict(dict(given))
-    except (RuntimeError, TypeError) as error:
+    own = model.state_dict()
+    odd = [name for name in own if getattr(given.get(name), "shape", None) != own[name].shape]
+    odd += [name for name in given if name not in own]
+    if odd:
         raise ModelError(
-            f"replicas: expected the weights of this model, got other ones in {what} "
-            f"({first_line(error)})."
-        ) from error
-    return Network.capture(model, None, own.device, own.dtype)
+            f"{what}: expected the weights of the fitted model, got others (the first difference: "
+            f"{odd[0]!r}). Train networks of the same kind."
+        )
+    return {name: value.detach().cpu() for name, value in given.items()}
 
 
 def scatter_of(means: Tensor) -> Tensor:
@@ -184,6 +195,12 @@ def calibrated_by(state: State, means: Tensor, inputs: Any) -> State:
                 "not scatter."
             )
         error, r2 = factor * math.sqrt(noise * alike), regression(std, scatter).r2
+        if r2 < EXPLAINED and spread == SPREADS[-1]:
+            warn(
+                f"calibrate: expected replicas that scatter as the bars say, got R² {r2:.2f}. "
+                "Train each as the network was, on a sample of its own; give a few hundred inputs.",
+                DataWarning,
+            )
         found[spread] = Calibration(factor, error, r2, count)
     return state.moved(calibration=found)
 
@@ -219,5 +236,5 @@ def bars_of(state: FittedState, spread: str, inputs: Any) -> tuple[Tensor, float
 
     with full_precision(state.network.device):
         variance = torch.cat(list(scorer.each(inputs, look)))
-    alike = float(inside.square().sum()) / float(inside.trace()) ** 2
+    alike = float(inside.square().sum()) / max(float(inside.trace()) ** 2, 1e-300)
     return variance.sqrt().cpu(), alike

@@ -46,6 +46,7 @@ DEFAULT_RANK = 100
 DEFAULT_TOLERANCE = 0.05  # of `rank="auto"`
 
 _LEAST = {"rank": 1, "seed": 0, "smallest": 0, "batch_size": 1, "max_products": 1}
+EXPLAINED = 0.1  # R²: a calibration with less says nothing
 CONTRADICTED = 10.0  # times: a given λ that is farther from that of the evidence is warned of
 _FAR, _FAR_RELATIVE = 1.0, 0.5  # error bars; of the relative gradient
 # Units in the last place, of errors measured on networks of many kinds and doubled or more.
@@ -171,6 +172,11 @@ class Calibration:
     standard_error: float  # of the factor
     r_squared: float  # of the replicas' scatter on the bars, over all inputs and outputs
     replicas: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the bars explain enough of the scatter for a verdict to rest on it."""
+        return self.r_squared >= EXPLAINED
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -341,6 +347,7 @@ class FittedState:
         size, defects = self.num_parameters, self._defects_of(name, pairs)
         tail = Tail.after(pairs.values, rank, self.level, size, least, defects)
         rest, _ = mean_curvature(self.spectra[name].values, self.level, known)
+        rest /= float(self.noise or 1.0) ** 2 if name == "opg" else 1.0
         meat = self.meat_of(name).first(tail.rank, pairs.values - self.level, rest)
         values = pairs.values[: tail.rank].double()
         examples = self.examples_for("sampling", estimator)
@@ -361,29 +368,39 @@ class FittedState:
         above = max(0.0, left) + self.level - float(pairs.values[-1])
         return replace(defects, missed=max(0.0, above))
 
+    @property
+    def described_level(self) -> tuple[str, str, str]:
+        """What λ is called here, its value, and how it was found, beside that of the evidence."""
+        name = "factor of the λs" if isinstance(self.l2, Mapping) else "λ"
+        value, known = f"{self.level:.2g}", self.diagnostics.get("l2")
+        if known is None:  # no evidence, or an older file
+            return name, value, "given"
+        best, low, high = (f"{known[f'evidence{end}']:.2g}" for end in ("", "_low", "_high"))
+        if known["how"] == AUTO and self.level == known["value"]:
+            return name, value, f"by the evidence ({low} to {high})"
+        return name, value, f"given; by the evidence {best} ({low} to {high})"
+
     def evidence(self, rank: int, estimator: str, spread: str = "posterior") -> Evidence:
         """Return what a fit knows of the quality of all its error bars."""
         network, known = self.network, self.diagnostics
         last = set(network.parameters.names) <= set(LastLayer().names(network.model))
+        level: Any = known.get("l2")
+        level = level if isinstance(level, Mapping) else {}
+        names = ("relative_gradient", "distance_from_optimum", "gradient_to_noise")
         # Diagnostics from a file may be anything: what is no number is no evidence.
-        gradient, distance = (
-            float(value) if isinstance(value, int | float) else None
-            for value in map(known.get, ("relative_gradient", "distance_from_optimum"))
+        gradient, distance, ratio, value = (
+            float(each) if isinstance(each, int | float) else None
+            for each in (*map(known.get, names), level.get("evidence"))
         )
         far, at_chance = off_optimum(gradient or 0.0, distance), known.get("at_chance") is True
-        level, calibration = known.get("l2"), self.calibration.get(spread)
-        calibration = calibration if estimator == self.estimator else None
-        level = level if isinstance(level, Mapping) else {}
-        ratio, value = known.get("gradient_to_noise"), level.get("evidence")
+        calibration = self.calibration.get(spread) if estimator == self.estimator else None
         is_given = level.get("how") != AUTO
-        numbers = (ratio, value)
-        ratio, value = (float(x) if isinstance(x, int | float) else None for x in numbers)
         return Evidence(
             rank, estimator == "opg", last, far if is_given else "", at_chance, spread,
             l2=self.level, l2_evidence=value, is_given=is_given,
             is_contradicted=bool(is_given and value and contradicted(level)),
             gradient_to_noise=ratio,
-            calibrated=0 if calibration is None else calibration.replicas,
+            calibrated=calibration.replicas if calibration and calibration.is_good else 0,
         )  # fmt: skip
 
     def served(self, asked: str | Sequence[str] | None) -> list[str]:

@@ -12,7 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deltabars.covariance.sampling import TAIL_SQUARE, TAIL_TRACE, Meat
+from deltabars.covariance.sampling import (
+    TAIL_PULL,
+    TAIL_PULL_SQUARE,
+    TAIL_SQUARE,
+    TAIL_TRACE,
+    Meat,
+)
 from deltabars.curvature.base import CurvatureOperator
 from deltabars.curvature.ggn import GGNOperator
 from deltabars.curvature.opg import OPGOperator
@@ -26,14 +32,11 @@ _VECTORS = 16  # random ones
 _ROUNDING = 16  # units in the last place
 _SLOPES = 64  # that the bound on the meat can choose from
 
-# Names in the diagnostics: ωᵀAω and ‖Aω‖² of the weights outside the eigenvectors.
-TAIL_PULL, TAIL_PULL_SQUARE = "tail_pull", "tail_pull_square"
-
 
 class TailProbe:
     """Rows outside the eigenvectors of a matrix, and their products with its data part.
 
-    The rows are random; one more is what the eigenvectors leave of the weights ω̂.
+    The rows are random; the last one is ω̂ without its part along the eigenvectors.
     """
 
     def __init__(self, operator: CurvatureOperator, pairs: EigenPairs, seed: int) -> None:
@@ -116,18 +119,24 @@ def measure_meat(problem: Problem, name: str, pairs: EigenPairs, probe: TailProb
     if name == "hessian":  # which need not be above any multiple of G₀
         slopes = torch.zeros(1, dtype=torch.float64)
     else:
-        share = torch.linspace(0, 1, _SLOPES, dtype=torch.float64)
-        finite = surprise[surprise.isfinite()]
-        slopes = torch.cat([torch.zeros(1, dtype=torch.float64), finite.quantile(share)])
+        finite = surprise[surprise.isfinite()].sort().values
+        chosen = torch.linspace(0, max(len(finite) - 1, 0), _SLOPES).round().long()
+        slopes = torch.cat([torch.zeros(1, dtype=torch.float64), finite[chosen[: len(finite)]]])
         slopes = slopes.unique()
-    above = surprise[None] > slopes[:, None]
+    order = surprise.argsort()
+    start = torch.searchsorted(surprise[order], slopes, right=True)  # of the examples above
+
+    def above(squares: Tensor) -> Tensor:
+        total = torch.cat([squares[order].flip(0).cumsum(0).flip(0), squares.new_zeros(1)])
+        return total[start] / count
+
     total = probe.trace_of(weigher)
     share_of = 1.0 / total if total > 0 else 0.0
     return Meat(
         within=within / count,
         slopes=slopes,
-        beyond=(above * beyond).sum(1) / count,
-        whole=(above * squares).sum(1) / count,
+        beyond=above(beyond),
+        whole=above(squares),
         curvature=max(0.0, share_of * probe.trace_of(weigher, probe.images)),
         level=max(0.0, share_of * probe.trace_of(weigher, images)),
     ).to(problem.device)

@@ -22,11 +22,16 @@ from torch import Tensor
 
 from deltabars.covariance.base import Covariance
 from deltabars.covariance.estimators import SPREADS, InverseCovariance
-from deltabars.covariance.sampling import TRACE, SamplingCovariance, mean_curvature
+from deltabars.covariance.sampling import (
+    TAIL_PULL,
+    TAIL_PULL_SQUARE,
+    TRACE,
+    SamplingCovariance,
+    mean_curvature,
+)
 from deltabars.eigen.pairs import warn_about_values
 from deltabars.errors import BadValueError, DataError, SpectrumWarning
 from deltabars.fitting.state import FittedState
-from deltabars.fitting.surveying import TAIL_PULL, TAIL_PULL_SQUARE
 from deltabars.likelihoods.base import Likelihood
 from deltabars.likelihoods.bernoulli import Bernoulli
 from deltabars.likelihoods.gaussian import Gaussian, check_noise
@@ -139,8 +144,8 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
 
     Laplace's method at ω̂: log p(data | ω̂) − ½N·λ‖ω̂‖² − ½ Σ log(1 + μₖ/λ), μ the eigenvalues of the
     data part. K of them are known; the m others that the data reach lie between 0 and μ_K and sum
-    up to what the trace leaves. The value is the middle; of a Hessian, that of a tail at λ, and the
-    bounds hold if all eigenvalues are above.
+    up to what the trace leaves. The value takes the mean eigenvalue there that the fit measured; of
+    a Hessian the bounds hold if all eigenvalues are above λ.
     """
     name = state.main_matrix
     pairs, levels = state.spectra[name], levels.double()
@@ -148,7 +153,7 @@ def log_evidence(state: FittedState, levels: Tensor) -> tuple[Tensor, Tensor, Te
     trace = state.diagnostics[name].get(TRACE)
     others = max(0, state.diagnostics["parameters_reached"] - len(known))  # m
     rest, mean = mean_curvature(pairs.values, state.level, state.diagnostics[name])
-    square = _squared_weights(state)
+    square = float(state.scaled_point.square().sum())
     precision = _noises(state, levels) ** -2
     targets = 0 if state.noise is None else state.num_examples * state.num_outputs
     cost = state.diagnostics["mean_loss"] + 0.5 * levels * square
@@ -196,7 +201,7 @@ def level_by_evidence(state: FittedState) -> tuple[float, float, float]:
     pairs, known = state.spectra[name], state.diagnostics[name]
     data = (pairs.values - state.level).clamp(min=0).cpu()
     squares = state.coordinates_of(state.scaled_point, name).square()
-    outside = max(0.0, _squared_weights(state) - float(squares.sum()))
+    outside = max(0.0, float(state.scaled_point.square().sum()) - float(squares.sum()))
     rest, mean = mean_curvature(pairs.values, state.level, known)
     others = max(1, state.diagnostics["parameters_reached"] - len(data))
     last, pull = float(data[-1]), min(max(0.0, known[TAIL_PULL]), float(data[-1]) * outside)
@@ -223,6 +228,9 @@ def level_by_evidence(state: FittedState) -> tuple[float, float, float]:
                     "l2: expected residuals to find it from, got none: every target is met "
                     "exactly. Give a number: the weight decay of the training."
                 )
+            if noise == math.inf:  # no fewer parameters than targets: λ is larger
+                low = math.log(level)
+                continue
             precision = noise**-2
             floor = level / precision if name == "opg" else level
             # What an incremental SVD discarded may belong to the pairs.
@@ -259,11 +267,6 @@ def _least_square(mean: float, most: float, floor: float) -> float:
     return float((low + share * (high - low)).min())
 
 
-def _squared_weights(state: FittedState) -> float:
-    """Return ‖ω̂‖² in the coordinates in which λ is one number."""
-    return float(state.scaled_point.square().sum())
-
-
 @dataclass(frozen=True, eq=False)
 class Tuning:
     """A search over λ."""
@@ -290,11 +293,8 @@ class Tuning:
     def __repr__(self) -> str:
         edge = ", at the edge of the search" if self.at_edge else ""
         if self.low is None or self.high is None:
-            heat = (
-                f", temperature {self.fit.temperature:.3g}" if self.temperatures is not None else ""
-            )
             loss = f"validation loss {float(self.values.min()):.6g}"
-            return f"Tuning: l2 = {self.l2}{heat}, {loss}{edge}"
+            return f"Tuning: l2 = {self.l2}, temperature {self.fit.temperature:.3g}, {loss}{edge}"
         best = int(self.values.argmax())
         value, low, high = (f"{float(x[best]):.6g}" for x in (self.values, self.low, self.high))
         found = f"log marginal likelihood {value} (between {low} and {high})"

@@ -28,7 +28,6 @@ from deltabars.errors import BadValueError, DataError, LossWarning, warn
 
 Divisor = Literal["weights", "elements", "nothing"]
 
-_SINGULAR = 1e-12  # of the largest eigenvalue of S: what is below counts as zero
 _ROUNDED_UP = 1.001
 
 
@@ -101,21 +100,23 @@ class Likelihood(ABC):
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Rᵀ, (B, C, C), with R Rᵀ = ∂²loss/∂z² (the targets decide how much an example counts)."""
 
+    def pivots(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Return d (B, C) with xᵀS⁺x = Σ x²/d for S = ∂²loss/∂z² and x = ∂loss/∂z; None if unknown.
+
+        Of a likelihood without it the sampling spread has wider intervals.
+        """
+        return None
+
     def surprise(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Compute χ = ℓ'ᵀ(∂²loss/∂z²)⁺ℓ' of each example, (B,), in float64; infinite outside S.
 
         The gradient g of an example and its Jacobian J have ggᵀ ≤ χ·JᵀSJ.
         """
         outputs = outputs.detach().double()
-        root = self.curvature_root(outputs, targets).double()  # Rᵀ
-        values, vectors = torch.linalg.eigh(root.mT @ root)
-        along = (self.loss_gradient(outputs, targets).double().unsqueeze(1) @ vectors).squeeze(1)
-        known = values > values[:, -1:].clamp(min=1e-300) * _SINGULAR
-        safe = values.where(known, torch.ones_like(values))
-        inside = torch.where(known, along.square() / safe, 0.0)
-        left = torch.where(known, 0.0, along.square()).sum(1)
-        total = along.square().sum(1)
-        return _ROUNDED_UP * inside.sum(1).where(left <= _SINGULAR * total, torch.inf)
+        pivots, pull = self.pivots(outputs, targets), self.loss_gradient(outputs, targets)
+        if pivots is None:
+            return outputs.new_full((len(outputs),), torch.inf)
+        return _ROUNDED_UP * torch.where(pull == 0, 0.0, pull.square() / pivots).sum(1)
 
     @abstractmethod
     def label(self, mean: Tensor) -> Tensor | None:

@@ -99,8 +99,10 @@ class Bernoulli(Likelihood):
         return (torch.special.entr(mean) + torch.special.entr(1 - mean)).sum(dim)
 
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        slope = self.slope(outputs) * self._target_weights(outputs, targets)
-        return torch.diag_embed(slope.sqrt())
+        return torch.diag_embed(self.pivots(outputs, targets).sqrt())
+
+    def pivots(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.slope(outputs) * self._target_weights(outputs, targets)
 
     def label(self, mean: Tensor) -> Tensor:
         return (mean > 0.5).long()

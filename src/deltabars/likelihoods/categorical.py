@@ -136,11 +136,17 @@ class Categorical(Likelihood):
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # R = diag(√p) − p √pᵀ, and R Rᵀ = diag(p) − p pᵀ.
         root = self.mean(outputs).sqrt().unsqueeze(-1) * self.natural_jacobian(outputs)
-        if self.weight is None:
-            return root
-        smoothed = self.label_smoothing * sum(self.weight) / len(self.weight)
-        total = (1 - self.label_smoothing) * self.weights(outputs, targets) + smoothed
-        return total.sqrt()[:, None, None] * root
+        return root if self.weight is None else self._total(outputs, targets).sqrt()[:, None] * root
+
+    def pivots(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        # The elements of x sum up to zero, and diag(1/p) inverts diag(p) − p pᵀ on such.
+        return self._total(outputs, targets) * self.mean(outputs)
+
+    def _total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the weights of an example's smoothed labels, (B, 1)."""
+        weights = self.weight or (1.0,)
+        smoothed = self.label_smoothing * sum(weights) / len(weights)
+        return ((1 - self.label_smoothing) * self.weights(outputs, targets) + smoothed)[:, None]
 
     def label(self, mean: Tensor) -> Tensor:
         return mean.argmax(-1)

@@ -89,6 +89,9 @@ class Gaussian(Likelihood):
     def curvature_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return unit_rows(outputs)
 
+    def pivots(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.ones_like(outputs)
+
     def label(self, mean: Tensor) -> None:
         return None
 

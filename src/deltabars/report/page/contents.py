@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltabars.fitting.fitted import DeltaFit
 from deltabars.prediction.display import marks_of
 from deltabars.prediction.prediction import LEVELS, Prediction, mean_bound
-from deltabars.problem.parameters import AUTO
 from deltabars.report.page.subject import Subject, percent, say, short
 
 _ESTIMATORS = {
@@ -41,10 +38,11 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     over = f"last eigenvalue of the {matrix} over λ: {say(last / fit.level, 2)} times"
     low, high = fit.effective_parameters_interval
     between = f"in the K pairs; between {say(low)} and {say(high)} of all P"
+    level, value, how = fit.described_level
     found = [
         ("Error bars", subject.spread, _SPREADS[subject.spread]),
         *_calibration(subject),
-        _level(fit),
+        (level.replace("factor", "Factor"), value, how),
         ("Training examples N", say(fit.num_examples), "that the error bars come from"),
         ("Parameters P", say(fit.num_parameters), "that were fitted"),
         ("Eigenpairs K", say(fit.rank), f"{percent(fit.rank / fit.num_parameters)} of P"),
@@ -64,18 +62,6 @@ def facts(subject: Subject) -> list[tuple[str, str, str]]:
     else:
         found.append(("Inputs", say(len(subject)), "without known targets"))
     return found
-
-
-def _level(fit: DeltaFit) -> tuple[str, str, str]:
-    """Return λ, how it was found, and the interval of the evidence."""
-    name = "Factor of the λs" if isinstance(fit.l2, Mapping) else "λ"
-    value, known = say(fit.level, 2), fit.diagnostics.get("l2")
-    if known is None:  # no evidence, or an older file
-        return name, value, "given"
-    best, low, high = (say(known[f"evidence{end}"], 2) for end in ("", "_low", "_high"))
-    if known["how"] == AUTO and fit.level == known["value"]:
-        return name, value, f"by the evidence: between {low} and {high}"
-    return name, value, f"given; by the evidence {best}, between {low} and {high}"
 
 
 def _calibration(subject: Subject) -> list[tuple[str, str, str]]:
