@@ -30,6 +30,7 @@ from deltabars.runtime.vectors import ShardedVectors, Space
 
 _VECTORS = 16  # random ones
 _ROUNDING = 16  # units in the last place
+_FEW_OUTPUTS = 32  # above that a GGN costs more than a Hessian's pairs, and G weighs in its place
 _SLOPES = 64  # that the bound on the meat can choose from
 
 
@@ -107,11 +108,10 @@ def measure_meat(problem: Problem, name: str, pairs: EigenPairs, probe: TailProb
     ):
         warnings.simplefilter("ignore", ModelWarning)  # which the eigenpairs have given already
         within, squares, inside, surprise, images = _pass(rows, pairs, probe.rows)
-        weigher = probe.images
-        if name == "hessian":
-            weigher = GGNOperator(problem).data_matmat(probe.rows)
-        assert weigher is not None
         assert probe.images is not None
+        weigher = images if name == "hessian" else probe.images
+        if name == "hessian" and problem.num_outputs <= _FEW_OUTPUTS:
+            weigher = GGNOperator(problem).data_matmat(probe.rows)
     # A difference: projections are off by some units in the last place of the length.
     rounded = _ROUNDING * torch.finfo(rows.dtype).eps * squares
     beyond = (squares - inside).clamp(min=0) + rounded
