@@ -564,7 +564,8 @@ def test_memory_of_a_prediction_from_files(tmp_path):
     arguments = [str(tmp_path / name) for name in ("large", "out.pt")]
     subprocess.run([sys.executable, "-c", LARGE, *arguments], check=True, env=ENVIRONMENT)
     most, std, low = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert most < 100e6  # as docs/scale.md says
+    # As docs/scale.md says: a look every millisecond finds 72 to 89 MB, and found 147 once.
+    assert most < 160e6
     out = fit.predict(inputs)
     torch.testing.assert_close(std, out.std, rtol=1e-5, atol=0)
     torch.testing.assert_close(low, out.std_low, rtol=1e-5, atol=0)
