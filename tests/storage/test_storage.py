@@ -562,10 +562,12 @@ def test_memory_of_a_prediction_from_files(tmp_path):
     fit = replace(small, spectra={"opg": pairs})
     fit.save(tmp_path / "large", max_file_size="100MB")
     arguments = [str(tmp_path / name) for name in ("large", "out.pt")]
-    subprocess.run([sys.executable, "-c", LARGE, *arguments], check=True, env=ENVIRONMENT)
-    most, std, low = torch.load(tmp_path / "out.pt", weights_only=True)
-    # As docs/scale.md says: a look every millisecond finds 72 to 89 MB, and found 147 once.
-    assert most < 160e6
+    found = []
+    for _ in range(3):  # of which one may meet a moment that the others miss
+        subprocess.run([sys.executable, "-c", LARGE, *arguments], check=True, env=ENVIRONMENT)
+        most, std, low = torch.load(tmp_path / "out.pt", weights_only=True)
+        found.append(most)
+    assert sorted(found)[1] < 100e6  # as docs/scale.md says
     out = fit.predict(inputs)
     torch.testing.assert_close(std, out.std, rtol=1e-5, atol=0)
     torch.testing.assert_close(low, out.std_low, rtol=1e-5, atol=0)
